@@ -43,44 +43,35 @@ def requested(block: DesignFields | None, own: Fields, axes: Fields, fixed: Fiel
 
 def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> list[RunSpec]:
     """The specs of every point that is not excluded, the baseline first. Each spec has the whole design."""
-    _check(block)
-    first = {name: levels[0] for name, levels in block.factors.items()}
-    design = Design(
-        kind=block.kind,
-        baseline=_baseline(block, make(first)),
-        levels={name: _levels(name, levels[1:], first, make) for name, levels in block.factors.items()},
-        combined=_combined(block, first, make),
-        generators=_generators(block),
-    )
-    points = [*design.points(), *design.combined_points().values()]
-    return [replace(make(point), design=design) for point in points if keeps(point)]
-
-
-def _check(block: DesignFields) -> None:
     accepted = "at least one field with its levels, the baseline first"
     require(bool(block.factors), "design.factors", block.factors, accepted)
     for name, levels in block.factors.items():
         require(name in FACTORS, "design.factors", name, f"one of {', '.join(FACTORS)}")
         require(len(levels) > 1, f"design.factors.{name}", levels, "two levels or more, the baseline first")
-    if block.kind == factorial.FRACTIONAL:
-        most, count = factorial.MOST_FACTORS, len(block.factors)
-        sound = factorial.FEWEST_FACTORS <= count <= most and all(len(v) == 2 for v in block.factors.values())
-        accepted = f"{factorial.FEWEST_FACTORS} to {most} factors of two levels each, or kind: factorial"
-        require(sound, "design.factors of a fraction", block.factors, accepted)
+    generators = _generators(block) if block.kind == factorial.FRACTIONAL else {}
+    first = {name: levels[0] for name, levels in block.factors.items()}
+    changed = [name for point in block.combined for name in point if name != "name"]
+    spec = make(first)
+    design = Design(
+        kind=block.kind,
+        baseline={name: recipe.setting(spec, name) for name in dict.fromkeys((*block.factors, *changed))},
+        levels={name: _levels(name, levels[1:], first, make) for name, levels in block.factors.items()},
+        combined=_combined(block, first, make),
+        generators=generators,
+    )
+    points = [*design.points(), *design.combined_points().values()]
+    return [replace(make(point), design=design) for point in points if keeps(point)]
 
 
 def _generators(block: DesignFields) -> dict[str, tuple[str, ...]]:
-    if block.kind != factorial.FRACTIONAL:
-        return {}
+    most, count = factorial.MOST_FACTORS, len(block.factors)
+    sound = factorial.FEWEST_FACTORS <= count <= most and all(len(v) == 2 for v in block.factors.values())
+    accepted = f"{factorial.FEWEST_FACTORS} to {most} factors of two levels each, or kind: factorial"
+    require(sound, "design.factors of a fraction", block.factors, accepted)
     chosen = factorial.generators(tuple(block.factors), block.resolution)
-    accepted = f"a lower resolution, or kind: factorial; {len(block.factors)} factors have no such fraction"
+    accepted = f"a lower resolution, or kind: factorial; {count} factors have no such fraction"
     require(chosen is not None, "design.resolution", block.resolution, accepted)
     return chosen or {}
-
-
-def _baseline(block: DesignFields, spec: RunSpec) -> dict[str, Level]:
-    changed = [name for point in block.combined for name in point if name != "name"]
-    return {name: recipe.setting(spec, name) for name in dict.fromkeys((*block.factors, *changed))}
 
 
 def _levels(name: str, others: list[Any], first: Fields, make: Make) -> tuple[Level, ...]:

@@ -53,7 +53,11 @@ def load(
     given = dict(parse_setting(text) for text in settings)
     if launcher is not None:
         given["launcher"] = given_launcher(launcher, experiment.base.get("launcher"))
-    device = _device(experiment, given)
+    requested = given.get("device", experiment.base.get("device", "auto"))
+    require(requested in ("auto", "cpu", "cuda"), "device", requested, "auto, cpu or cuda")
+    if requested == "auto":
+        requested = offered(_launcher({**experiment.base, **given})).device
+    device: Literal["cpu", "cuda"] = "cuda" if requested == "cuda" else "cpu"
     experiment = validate(Experiment, _overlay(raw, experiment.devices.get(device, {})), source)
     repeats = given.pop("repeats", experiment.repeats)
     require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
@@ -79,12 +83,8 @@ def counted(cells: Sequence[RunSpec], counts: Mapping[str, int]) -> list[RunSpec
     given = " ".join(f"--{option} {count}" for option, count in counts.items())
     accepted = "an experiment with a workload that repeats kernels, such as collectives or compute"
     require(any(not spec.is_trained for spec in cells), "iterations", given, accepted)
-    return [
-        spec
-        if spec.is_trained
-        else replace(spec, workload=Choice(spec.workload.name, {**spec.workload.options, **counts}))
-        for spec in cells
-    ]
+    choices = [Choice(spec.workload.name, {**spec.workload.options, **counts}) for spec in cells]
+    return [s if s.is_trained else replace(s, workload=own) for s, own in zip(cells, choices, strict=True)]
 
 
 def given_launcher(text: str, of_file: object) -> str:
@@ -95,14 +95,6 @@ def given_launcher(text: str, of_file: object) -> str:
         return _choice_text(read_launcher(text))
     own = _plain({"launcher": of_file}).get("launcher")
     return own if isinstance(own, str) and Choice.parse(own).name == text else text
-
-
-def _device(experiment: Experiment, given: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    requested = given.get("device", experiment.base.get("device", "auto"))
-    require(requested in ("auto", "cpu", "cuda"), "device", requested, "auto, cpu or cuda")
-    if requested == "auto":
-        requested = offered(_launcher({**experiment.base, **given})).device
-    return "cuda" if requested == "cuda" else "cpu"
 
 
 def _launcher(fields: Mapping[str, Any]) -> Choice:
@@ -150,7 +142,11 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
         return build(experiment.name, cell, device)
 
     def keeps(fields: Mapping[str, Any]) -> bool:
-        return not any(_matches({**base, **fields}, rule) for rule in experiment.exclude)
+        plain = _plain({**base, **fields})
+        return not any(
+            all(plain.get(key) in (value if isinstance(value, list) else [value]) for key, value in rule.items())
+            for rule in experiment.exclude
+        )
 
     block = design.requested(experiment.design, own, axes, fixed)
     specs = design.expand(block, make, keeps) if block else []
@@ -181,14 +177,13 @@ def _points(
                 require(isinstance(own, list) and len(own) > 0, f"matrix.{key}", own, accepted)
         for point in itertools.product(*values.values()):
             fields = dict(zip(values, point, strict=True))
-            if not doubling or _divides({**base, **fields}):
-                yield fields
-
-
-def _divides(fields: Mapping[str, Any]) -> bool:
-    """Whether the processes can share the global batch evenly; a doubling axis ends where they cannot."""
-    batch, share = fields.get("global_batch"), fields.get("micro_batch", 1) * fields["processes"]
-    return not isinstance(batch, int) or not isinstance(share, int) or batch % share == 0
+            if doubling:
+                # The axis ends where processes cannot share the global batch evenly.
+                whole = {**base, **fields}
+                batch, share = whole.get("global_batch"), whole.get("micro_batch", 1) * whole["processes"]
+                if isinstance(batch, int) and isinstance(share, int) and batch % share:
+                    continue
+            yield fields
 
 
 def _with_warmup(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,12 +224,6 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choice_text(value: Mapping[str, Any]) -> str:
     return str(Choice(str(value["name"]), {k: v for k, v in value.items() if k != "name"}))
-
-
-def _matches(fields: Mapping[str, Any], rule: Mapping[str, Any]) -> bool:
-    return all(
-        _plain(fields).get(key) in (value if isinstance(value, list) else [value]) for key, value in rule.items()
-    )
 
 
 def order(cells: Sequence[RunSpec], repeats: int, seed: int) -> list[RunSpec]:

@@ -8,8 +8,10 @@ relation are aliases: they have the same column, so the same estimate (Box, Hunt
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +54,7 @@ class Design:
         """The defining relation without the identity; empty if nothing is aliased."""
         own = [frozenset((name, *sources)) for name, sources in self.generators.items()]
         chosen = (c for n in range(1, len(own) + 1) for c in itertools.combinations(own, n))
-        return tuple(_product(terms) for terms in chosen)
+        return tuple(functools.reduce(operator.xor, terms) for terms in chosen)
 
     @property
     def resolution(self) -> int | None:
@@ -72,27 +74,16 @@ class Design:
         if self.kind == FACTORIAL:
             axes = ((baseline[name], *others) for name, others in self.levels.items())
             return [baseline | dict(zip(self.levels, values, strict=True)) for values in itertools.product(*axes)]
-        return [baseline | self._levels_of(bits) for bits in self._fraction()]
+        free = [name for name in self.levels if name not in self.generators]
+        points = []
+        for values in itertools.product((0, 1), repeat=len(free)):
+            bits = dict(zip(free, values, strict=True))
+            bits |= {name: sum(bits[s] for s in sources) % 2 for name, sources in self.generators.items()}
+            points.append(baseline | {name: self.levels[name][0] for name in self.levels if bits[name]})
+        return points
 
     def combined_points(self) -> dict[str, Point]:
         return {name: dict(self.baseline) | dict(changes) for name, changes in self.combined.items()}
-
-    def _fraction(self) -> Iterator[dict[str, int]]:
-        free = [name for name in self.levels if name not in self.generators]
-        for values in itertools.product((0, 1), repeat=len(free)):
-            bits = dict(zip(free, values, strict=True))
-            made = {name: sum(bits[s] for s in sources) % 2 for name, sources in self.generators.items()}
-            yield bits | made
-
-    def _levels_of(self, bits: Mapping[str, int]) -> Point:
-        return {name: self.levels[name][0] if bits[name] else self.baseline[name] for name in self.levels}
-
-
-def _product(terms: Iterable[Term]) -> Term:
-    found: Term = frozenset()
-    for term in terms:
-        found ^= term
-    return found
 
 
 # --- generators ---
@@ -110,28 +101,22 @@ def generators(factors: Sequence[str], resolution: int | None = None) -> dict[st
     if resolution is None:
         return generators(factors, 4) or generators(factors, 3)
     for generated in range(len(factors) - 2, 0, -1):
-        found = _best(len(factors) - generated, generated, resolution)
-        if found is not None:
-            free, made = factors[: len(factors) - generated], factors[len(factors) - generated :]
+        free, made = factors[: len(factors) - generated], factors[len(factors) - generated :]
+        ranked = []
+        for masks, words in _choices(len(free), generated, resolution):
+            lengths = [word.bit_count() for word in words]
+            ranked.append((-min(lengths), lengths.count(min(lengths)), masks))
+        if ranked:
             return {
                 name: tuple(f for i, f in enumerate(free) if mask >> i & 1)
-                for name, mask in zip(made, found, strict=True)
+                for name, mask in zip(made, min(ranked)[2], strict=True)
             }
     return None
 
 
-def _best(free: int, generated: int, resolution: int) -> tuple[int, ...] | None:
-    """Bit masks over the free factors, one for each generated factor."""
-    ranked: list[tuple[tuple[int, int], tuple[int, ...]]] = []
-    for masks, words in _choices(free, generated, resolution):
-        lengths = [word.bit_count() for word in words]
-        shortest = min(lengths)
-        ranked.append(((-shortest, lengths.count(shortest)), masks))
-    return min(ranked)[1] if ranked else None
-
-
 def _choices(free: int, generated: int, resolution: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every set of generators without a word that is too short, with its words over free and generated factors."""
+    """Every set of generators without a word that is too short, as bit masks over the free factors, one for each
+    generated factor, with its words over free and generated factors."""
     masks = [mask for mask in range(1 << free) if mask.bit_count() >= resolution - 1]
 
     def extend(chosen: tuple[int, ...], words: tuple[int, ...], begin: int) -> Iterator[tuple[Any, Any]]:

@@ -79,6 +79,15 @@ class OwnFields(Strict):
 _TYPES = get_type_hints(Serving)
 _SERVING: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in dataclasses.fields(Serving)}
 _TUNING = [field.name for field in dataclasses.fields(Tuning)]
+# Fields with the same name in `Training` and in `RunSpec`.
+_TRAINING = (
+    *("sequence_length", "micro_batch", "checkpointing", "compile", "bucket_mb"),
+    *("learning_rate", "weight_decay", "clip_norm"),
+)
+_RUN = (
+    *("steps", "seed", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
+    *("max_restarts", "checkpoint_every"),
+)
 Cell = create_model("Cell", __base__=OwnFields, __doc__="Every field a user may set, with its default.", **_SERVING)
 
 
@@ -163,6 +172,9 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     trained_by = _traits(training_of_nodes) if plugins.is_shipped("workloads", training_of_nodes) else Traits()
     fine_tunes = trained_by.fine_tunes if traits.tests_nodes else traits.fine_tunes
     serving = {field: getattr(cell, field) for field in _SERVING}
+    # `engine.loadgen` is another way to write the field `loadgen`, and not an option of any engine.
+    loadgen = engine.options.get("loadgen", serving["loadgen"])
+    options = {key: value for key, value in engine.options.items() if key != "loadgen"}
     model, data = _expand_home(Choice.parse(cell.model)), _expand_home(Choice.parse(cell.data))
     return RunSpec(
         experiment=name,
@@ -172,36 +184,17 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         model=model,
         topology=topology,
         training=Training(
-            sequence_length=cell.sequence_length,
-            micro_batch=cell.micro_batch,
             accumulation=_accumulation(cell, topology.world_size),
             precision=Precision(compute=cell.precision, reduce=cell.reduce_dtype),
-            checkpointing=cell.checkpointing,
-            compile=cell.compile,
-            bucket_mb=cell.bucket_mb,
-            learning_rate=cell.learning_rate,
-            weight_decay=cell.weight_decay,
-            clip_norm=cell.clip_norm,
             data=data,
+            **{field: getattr(cell, field) for field in _TRAINING},
         ),
         tuning=Tuning(**{field: getattr(cell, field) for field in _TUNING}) if fine_tunes else None,
-        # `engine.loadgen` is another way to write the field `loadgen`, and not an option of any engine.
-        serving=Serving(**serving | {"loadgen": str(engine.options.get("loadgen", serving["loadgen"]))})
-        if traits.serves
-        else None,
-        engine=Choice(engine.name, {key: value for key, value in engine.options.items() if key != "loadgen"})
-        if traits.serves
-        else None,
+        serving=Serving(**serving | {"loadgen": str(loadgen)}) if traits.serves else None,
+        engine=Choice(engine.name, options) if traits.serves else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
-        steps=cell.steps,
-        seed=cell.seed,
-        reference_steps=cell.reference_steps,
-        timeout_s=cell.timeout_s,
-        stall_s=cell.stall_s,
-        telemetry_hz=cell.telemetry_hz,
-        max_restarts=cell.max_restarts,
-        checkpoint_every=cell.checkpoint_every,
         contents=digests(model, data),
+        **{field: getattr(cell, field) for field in _RUN},
     )
 
 

@@ -21,44 +21,30 @@ BLOCKS, BLOCK_BYTES = 256, 64 * 2**10
 
 def digests(model: Choice, data: Choice) -> dict[str, str]:
     """Digests of `model` and `data`, as far as they name existing files; other code checks that files exist."""
-    both = {"model": _of_model(model), "data": _of_data(data)}
+    files = {}
+    if "/" in model.name:
+        files["model"] = [Path(model.name, "config.json"), *sorted(Path(model.name).glob("*.safetensors"))]
+    if "path" in data.options:
+        files["data"] = [Path(str(data.options["path"]))]
+        tokenizer = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        if "tokenizer" in data.options:
+            files["data"] += [Path(str(data.options["tokenizer"]), name) for name in tokenizer]
+    both = {name: _of_files(own, name == "data" and data.name == "jsonl") for name, own in files.items()}
     return {name: digest for name, digest in both.items() if digest is not None}
 
 
-def _of_model(model: Choice) -> str | None:
-    if "/" not in model.name:
-        return None
-    folder = Path(model.name)
-    return _of_files([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
-
-
-def _of_data(data: Choice) -> str | None:
-    if "path" not in data.options:
-        return None
-    files = [Path(str(data.options["path"]))]
-    if "tokenizer" in data.options:
-        folder = Path(str(data.options["tokenizer"]))
-        files += [folder / "tokenizer.json", folder / "tokenizer_config.json", folder / "tokenizer.model"]
-    return _of_files(files, whole=data.name == "jsonl")
-
-
-def _of_files(files: Iterable[Path], whole: bool = False) -> str | None:
+def _of_files(files: Iterable[Path], whole: bool) -> str | None:
     """One digest of all files, independent of their names; None if the first does not exist."""
     parts = []
     for number, file in enumerate(files):
-        part = _of_file(file, whole)
-        if part is None and not number:
+        part = ""
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            part = _read(str(file), stat.st_size, stat.st_mtime_ns, whole) if file.is_file() else ""
+        if not part and not number:
             return None
-        parts.append(part or "")
+        parts.append(part)
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
-
-
-def _of_file(file: Path, whole: bool) -> str | None:
-    with contextlib.suppress(OSError):
-        stat = file.stat()
-        if file.is_file():
-            return _read(str(file), stat.st_size, stat.st_mtime_ns, whole)
-    return None
 
 
 @functools.cache

@@ -262,8 +262,12 @@ def _with_number(kind: str, name: str, known: Iterable[str]) -> str:
     """
     for plugin in sorted(known, key=len, reverse=True):
         match = re.fullmatch(rf"{re.escape(plugin)}[-_]?([a-z_]*?)[-_]?(\d{{1,9}})", name.lower())
-        options_class: Any = getattr(_import_if_possible(kind, plugin), "Options", None) if match else None
-        if match is None or not dataclasses.is_dataclass(options_class):
+        if match is None:
+            continue
+        options_class: Any = None
+        with contextlib.suppress(ImportError):
+            options_class = getattr(_import(kind, plugin), "Options", None)
+        if not dataclasses.is_dataclass(options_class):
             continue
         numbers = [field.name for field in dataclasses.fields(options_class) if type(field.default) is int]
         option = match[1] if match[1] in numbers else numbers[0] if numbers and not match[1] else None
@@ -273,12 +277,6 @@ def _with_number(kind: str, name: str, known: Iterable[str]) -> str:
             cast(Any, options_class)(**{option: int(match[2])})
             return f" Did you mean '{plugin}:{option}={int(match[2])}'?"
     return ""
-
-
-def _import_if_possible(kind: str, name: str) -> ModuleType | None:
-    with contextlib.suppress(ImportError):
-        return _import(kind, name)
-    return None
 
 
 Options = TypeVar("Options")
@@ -298,18 +296,14 @@ def parse_options(cls: type[Options], choice: Choice | None) -> Options:
             accepted = _WORDS[type(default)]
             raise RequestError(f"{choice.name}.{key}: got {json.dumps(value)}, expected {accepted}.")
     chosen = cls(**choice.options)
-    _refuse_secrets(choice)
-    return chosen
-
-
-def _refuse_secrets(choice: Choice) -> None:
-    """Options are recorded and shown by schedulers, so they must not contain a secret. The error does not repeat it."""
+    # Options are recorded and shown by schedulers, so they must not contain a secret. The error does not repeat it.
     for key, value in choice.options.items():
         if any(redaction.SECRET.search(text) for text in _texts(value)):
             raise RequestError(
                 f"{choice.name}.{key}: got what looks like a secret, expected none. Let the nodes read it from a file "
                 "or from their own environment."
             )
+    return chosen
 
 
 def _texts(value: object) -> Iterator[str]:

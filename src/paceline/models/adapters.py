@@ -103,12 +103,11 @@ def _adapters_per_token(shape: Shape, tuning: Tuning) -> int:
     """Adapter parameters used per token: of a mixture, only those of the chosen experts."""
     if not shape.experts:
         return adapter_parameters(shape, tuning.rank, tuning.targets)
-    return sum(
-        adapter_parameters(shape, tuning.rank, target)
-        // (shape.experts if target in ("gate", "up", "down") else 1)
-        * ((shape.experts_per_token or 1) if target in ("gate", "up", "down") else 1)
-        for target in tuning.targets.split("+")
-    )
+    used = 0
+    for target in tuning.targets.split("+"):
+        every, chosen = (shape.experts, shape.experts_per_token or 1) if target in ("gate", "up", "down") else (1, 1)
+        used += adapter_parameters(shape, tuning.rank, target) // every * chosen
+    return used
 
 
 # --- state bytes ---

@@ -57,7 +57,20 @@ def load(choice: Named) -> Shape:
             raise RequestError(_unknown(f"option of model {choice.name}", option, SETTABLE, whole_list=True))
     if choice.options:
         row = {**row, **choice.options, "published_parameters": None}
-    return Shape(name=choice.name, **_completed(choice.name, row))
+    # The defaults of its family, and fields that follow from heads and hidden.
+    name, family = choice.name, row["family"]
+    require_field(family in FAMILIES, name, "family", family, " or ".join(FAMILIES))
+    full = {**FAMILIES[family], **row}
+    for field in ("hidden", "heads"):
+        accepted = accepted_by(field, full[field])
+        require_field(accepted is None, name, field, full[field], accepted or "")
+    full.setdefault("kv_heads", full["heads"])
+    full.setdefault("ffn", 4 * full["hidden"])
+    if "head_dim" not in full:
+        divides = full["hidden"] % full["heads"] == 0
+        require_field(divides, name, "heads", full["heads"], f"a divisor of {full['hidden']}")
+        full["head_dim"] = full["hidden"] // full["heads"]
+    return Shape(name=name, **full)
 
 
 def vocabulary(choice: Named) -> int:
@@ -82,23 +95,6 @@ def beyond_context(shape: Shape, name: str, length: int) -> str | None:
     if length <= shape.context or shape.positions == "learned":
         return None
     return f"the sequence length {length} exceeds the {shape.context} positions of {name}"
-
-
-def _completed(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with the defaults of its family, and with fields that follow from heads and hidden."""
-    require_field(row["family"] in FAMILIES, name, "family", row["family"], " or ".join(FAMILIES))
-    full = {**FAMILIES[row["family"]], **row}
-    for field in ("hidden", "heads"):
-        accepted = accepted_by(field, full[field])
-        require_field(accepted is None, name, field, full[field], accepted or "")
-    full.setdefault("kv_heads", full["heads"])
-    full.setdefault("ffn", 4 * full["hidden"])
-    if "head_dim" not in full:
-        require_field(
-            full["hidden"] % full["heads"] == 0, name, "heads", full["heads"], f"a divisor of {full['hidden']}"
-        )
-        full["head_dim"] = full["hidden"] // full["heads"]
-    return full
 
 
 def _unknown(what: str, given: str, known: tuple[str, ...], *, whole_list: bool = False) -> str:
@@ -231,18 +227,8 @@ def sharded_parts(strategy: Named) -> int | None:
 
 _WIRE_FACTORS: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "send": lambda n: 1.0,
-    "recv": lambda n: 1.0,
-    "send_recv": lambda n: 1.0,
-    "ring": lambda n: 1.0,
-    "pair": lambda n: 1.0,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("broadcast", "reduce", "send", "recv", "send_recv", "ring", "pair"), lambda n: 1.0),
 }
 
 COLLECTIVES = tuple(_WIRE_FACTORS)

@@ -52,14 +52,8 @@ def configuration(shape: Shape, dtype: str) -> dict[str, Any]:
         fields |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
         fields["sliding_window"] = None
     ends = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": shape.tied}
-    return {
-        "architectures": [_CLASSES[kind]],
-        "model_type": kind,
-        "dtype": dtype,
-        "vocab_size": shape.vocab,
-        **fields,
-        **ends,
-    }
+    about = {"architectures": [_CLASSES[kind]], "model_type": kind, "dtype": dtype, "vocab_size": shape.vocab}
+    return {**about, **fields, **ends}
 
 
 def _llama(shape: Shape) -> dict[str, Any]:

@@ -79,6 +79,11 @@ def _llama(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             f"model: got a {kind} with attention_bias {attention_bias} and mlp_bias {mlp_bias}, expected both or "
             "neither: a shape has a bias on every projection or on none."
         )
+    # At the top level in transformers 4, under rope_parameters in 5.
+    nested = config.get("rope_parameters")
+    theta = (isinstance(nested, dict) and nested.get("rope_theta")) or config.get("rope_theta") or 10_000.0
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+        raise RequestError(f"model, rope_theta: got {theta!r}, expected a positive number.")
     return {
         "family": "llama",
         "layers": config["num_hidden_layers"],
@@ -92,7 +97,7 @@ def _llama(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "bias": attention_bias and mlp_bias,
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind == "qwen3",
-        "rope_theta": _rope_theta(config),
+        "rope_theta": float(theta),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
     }
 
@@ -103,16 +108,6 @@ def _count(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise RequestError(f"model, {key}: got {value!r}, expected a whole number from 1.")
     return value
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """rope_theta: at the top level in transformers 4, under rope_parameters in 5."""
-    nested = config.get("rope_parameters")
-    value = nested.get("rope_theta") if isinstance(nested, dict) else None
-    theta = value or config.get("rope_theta") or 10_000.0
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise RequestError(f"model, rope_theta: got {theta!r}, expected a positive number.")
-    return float(theta)
 
 
 def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:

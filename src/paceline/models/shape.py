@@ -56,18 +56,14 @@ class Shape:
         for field in SETTABLE:
             accepted = accepted_by(field, getattr(self, field))
             require_field(accepted is None, self.name, field, getattr(self, field), accepted or "")
-        require_field(
-            self.heads % self.kv_heads == 0, self.name, "kv_heads", self.kv_heads, f"a divisor of {self.heads}"
-        )
-        if self.positions == "rope":
-            require_field(self.head_dim % 2 == 0, self.name, "head_dim", self.head_dim, "an even number with rope")
         experts, chosen = self.experts or 0, self.experts_per_token or 0
-        require_field(
-            chosen <= experts, self.name, "experts_per_token", self.experts_per_token, f"at most experts ({experts})"
-        )
-        require_field(
-            bool(chosen) == bool(experts), self.name, "experts", self.experts, "set together with experts_per_token"
-        )
+        for valid, field, accepted in (
+            (self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}"),
+            (self.positions != "rope" or self.head_dim % 2 == 0, "head_dim", "an even number with rope"),
+            (chosen <= experts, "experts_per_token", f"at most experts ({experts})"),
+            (bool(chosen) == bool(experts), "experts", "set together with experts_per_token"),
+        ):
+            require_field(valid, self.name, field, getattr(self, field), accepted)
 
 
 def require_field(condition: bool, model: str, field: str, given: object, accepted: str) -> None:

@@ -33,6 +33,15 @@ GPU_GAUGES = {
     "sm_clock_hz": "Clock of the multiprocessors.",
     "memory_clock_hz": "Clock of the memory.",
 }
+# Field of a `Pulse` -> name and description of its metric.
+RUN_GAUGES = {
+    "step": ("run_step", "Step of the rank furthest behind, from 0."),
+    "steps": ("run_steps", "Steps that were requested."),
+    "tokens_per_s": ("run_tokens_per_s", "Tokens per second of all ranks over the last few steps; no measurement."),
+    "peak_bytes": ("run_peak_memory_bytes", "Peak memory of any rank so far."),
+    "loss": ("run_loss", "Last loss of rank 0, in nats."),
+    "beat": ("run_beat_timestamp_seconds", "When a rank last moved, in seconds since 1970."),
+}
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -125,21 +134,17 @@ def machine_families(snapshot: Snapshot | None) -> list[Family]:
         cores.add(ratio, {"core": number})
     read = Family("reading_timestamp_seconds", "When the gauges were read, in seconds since 1970.")
     read.add(snapshot.host.at_s)
-    return [*host.values(), energy, cores, *_gpu_families(snapshot), read]
-
-
-def _gpu_families(snapshot: Snapshot) -> list[Family]:
     gpus = {name: Family(f"gpu_{name}", text) for name, text in GPU_GAUGES.items()}
-    energy = Family("gpu_energy_joules_total", "Energy since the driver was loaded.", "counter")
+    gpu_energy = Family("gpu_energy_joules_total", "Energy since the driver was loaded.", "counter")
     throttled = Family("gpu_throttled", "1 for each reason why the GPU runs slower than it could.")
     for device in snapshot.devices:
         labels: dict[str, Scalar] = {"gpu": device.device}
         for name, family in gpus.items():
             family.add(getattr(device, name), labels)
-        energy.add(device.energy_j, labels)
+        gpu_energy.add(device.energy_j, labels)
         for reason in device.throttle_reasons or ():
             throttled.add(1, {**labels, "reason": reason})
-    return [*gpus.values(), energy, throttled]
+    return [*host.values(), energy, cores, *gpus.values(), gpu_energy, throttled, read]
 
 
 def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
@@ -159,25 +164,11 @@ def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
 
 
 def _run_families(views: Mapping[str, CampaignView]) -> list[Family]:
-    step = Family("run_step", "Step of the rank furthest behind, from 0.")
-    steps = Family("run_steps", "Steps that were requested.")
-    rate = Family("run_tokens_per_s", "Tokens per second of all ranks over the last few steps; no measurement.")
-    peak = Family("run_peak_memory_bytes", "Peak memory of any rank so far.")
-    loss = Family("run_loss", "Last loss of rank 0, in nats.")
-    beat = Family("run_beat_timestamp_seconds", "When a rank last moved, in seconds since 1970.")
+    families = {name: Family(*about) for name, about in RUN_GAUGES.items()}
     for experiment, view in views.items():
         for pulse in view.pulses:
-            spec = pulse.spec
-            labels: dict[str, Scalar] = {
-                "experiment": experiment,
-                "run": spec.run_id,
-                "cell": spec.cell,
-                "title": title(spec),
-            }
-            step.add(pulse.step, labels)
-            steps.add(pulse.steps, labels)
-            rate.add(pulse.tokens_per_s, labels)
-            peak.add(pulse.peak_bytes, labels)
-            loss.add(pulse.loss, labels)
-            beat.add(pulse.beat, labels)
-    return [step, steps, rate, peak, loss, beat]
+            spec, labels = pulse.spec, {"experiment": experiment}
+            labels |= {"run": spec.run_id, "cell": spec.cell, "title": title(spec)}
+            for name, family in families.items():
+                family.add(getattr(pulse, name), labels)
+    return list(families.values())

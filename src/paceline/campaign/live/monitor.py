@@ -29,21 +29,9 @@ GIB = 2**30
 MOST_NUMBERED_CORES = 16
 FORMATS = (".jsonl", ".csv")
 COLUMNS = (
-    "at_s",
-    "source",
-    "cpu_ratio",
-    "utilisation_ratio",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "power_w",
-    "temperature_c",
-    "sm_clock_hz",
-    "memory_clock_hz",
-    "frequency_hz",
-    "energy_j",
-    "load",
-    "cores_ratio",
-    "throttle_reasons",
+    *("at_s", "source", "cpu_ratio", "utilisation_ratio", "memory_used_bytes", "memory_total_bytes"),
+    *("power_w", "temperature_c", "sm_clock_hz", "memory_clock_hz", "frequency_hz", "energy_j"),
+    *("load", "cores_ratio", "throttle_reasons"),
 )
 
 
@@ -197,17 +185,13 @@ class Tally:
                     ranges.append(f"{gauge.label} {low} / {middle} / {high}{gauge.unit}")
             energy_j = self.energy_j(int(source.removeprefix("gpu ")) if source.startswith("gpu ") else None)
             energy = "" if energy_j is None else f", energy {energy_text(energy_j)}"
-            yield f"  {source}: " + ", ".join(ranges) + self._throttled(source) + energy
-
-    def _throttled(self, source: str) -> str:
-        counts = self.throttled.get(source)
-        if counts is None:
-            return ""
-        reasons = {why: n for why, n in counts.items() if why not in ("readings", "throttled") and n}
-        named = ", ".join(f"{why} {n / counts['readings']:.0%}" for why, n in sorted(reasons.items()))
-        return f", throttled in {counts['throttled'] / counts['readings']:.0%} of readings" + (
-            f" ({named})" if named else ""
-        )
+            throttled = ""
+            if (counts := self.throttled.get(source)) is not None:
+                reasons = {why: n for why, n in counts.items() if why not in ("readings", "throttled") and n}
+                named = ", ".join(f"{why} {n / counts['readings']:.0%}" for why, n in sorted(reasons.items()))
+                throttled = f", throttled in {counts['throttled'] / counts['readings']:.0%} of readings"
+                throttled += f" ({named})" if named else ""
+            yield f"  {source}: " + ", ".join(ranges) + throttled + energy
 
 
 # --- the recording ---
@@ -220,24 +204,20 @@ class Recording:
         if path.suffix not in FORMATS:
             raise RequestError(f"--record: got {str(path)!r}, expected a file that ends in .jsonl or .csv.")
         self.path = path
-        self.begins = self._heading()
+        # The text before the next reading: a heading, or the end of a truncated line.
+        self.begins = head = ",".join(COLUMNS) + "\n" if path.suffix == ".csv" else ""
+        if path.is_file() and path.stat().st_size:
+            text = path.read_bytes()
+            if head and not text.startswith(head.encode()):
+                raise RequestError(
+                    f"--record: got {str(path)!r}, which has other content; expected a new file or one written by "
+                    "`paceline monitor`."
+                )
+            self.begins = "" if text.endswith(b"\n") else "\n"
         try:
             self._file = path.open("a")
         except OSError as error:
             raise RequestError(f"--record: cannot write {str(path)!r} ({error.strerror}).") from None
-
-    def _heading(self) -> str:
-        """The text before the next reading: a heading, or the end of a truncated line."""
-        head = ",".join(COLUMNS) + "\n" if self.path.suffix == ".csv" else ""
-        if not self.path.is_file() or not self.path.stat().st_size:
-            return head
-        text = self.path.read_bytes()
-        if head and not text.startswith(head.encode()):
-            raise RequestError(
-                f"--record: got {str(self.path)!r}, which has other content; expected a new file or one written by "
-                "`paceline monitor`."
-            )
-        return "" if text.endswith(b"\n") else "\n"
 
     def add(self, snapshot: Snapshot) -> None:
         text = csv_lines(snapshot) if self.path.suffix == ".csv" else json.dumps(dataclasses.asdict(snapshot)) + "\n"

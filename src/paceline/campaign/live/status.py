@@ -93,10 +93,9 @@ def _panel(view: CampaignView) -> Sequence[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    first, *rest = view_lines(view)
     lines = [
-        Text(line, style="" if number == 0 else "dim", no_wrap=True, overflow="ellipsis")
-        for number, line in enumerate((first, *rest))
+        Text(line, style="dim" if number else "", no_wrap=True, overflow="ellipsis")
+        for number, line in enumerate(view_lines(view))
     ]
     if view.planned is None:
         return lines

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.analysis.compare import comparable
+from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
 from paceline.campaign.run import supervision
 from paceline.campaign.run.supervision import Observer
@@ -148,11 +149,9 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, notify: Notify) 
     One error for the whole request is better than a sealed failure for every run. A launcher that may still have a job
     from an earlier controller is not asked: what it would refuse today has already begun.
     """
-    left: dict[str, list[RunSpec]] = {}
-    for spec in specs:
-        if hasattr(load("launchers", spec.launcher.name), "preflight") and _is_left(spec, out, retry):
-            left.setdefault(str(spec.launcher), []).append(spec)
-    for group in left.values():
+    askable = [spec for spec in specs if hasattr(load("launchers", spec.launcher.name), "preflight")]
+    left = [spec for spec in askable if _is_left(spec, out, retry)]
+    for group in grouped(left, lambda spec: str(spec.launcher)).values():
         name = group[0].launcher.name
         if any(supervision.is_adoptable(load("launchers", name), out / s.experiment / s.run_id) for s in group):
             continue

@@ -6,7 +6,6 @@ import glob
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.campaign.run.controller import leads_on
 from paceline.errors import RequestError, StoreError, require
@@ -50,8 +49,18 @@ def request(
     if launcher is not None:
         changes["launcher"] = launcher
     ours = [r for r in sorted(stored, key=lambda r: (r.started_at, r.spec.run_id)) if not r.is_reference]
-    results = [r for r in ours if r.status in RESULTS]
-    chosen = _chosen(results, only)
+    results = chosen = [r for r in ours if r.status in RESULTS]
+    if only:
+        # The first characters of the cell's hash or of a run id.
+        cells = {
+            r.spec.cell
+            for r in results
+            for w in only
+            if w and (r.spec.cell.startswith(w) or r.spec.run_id.startswith(w))
+        }
+        runs = ", ".join(dict.fromkeys(r.spec.run_id for r in results))
+        require(bool(cells), "--only", ", ".join(only), f"the beginning of a cell or of one of the runs {runs}")
+        chosen = [r for r in results if r.spec.cell in cells]
     if not chosen:
         raise RequestError("replay: got a capsule without runs that ended ok or out of memory, expected at least one.")
     choices = [(s, c) for s in (r.spec for r in chosen) for c in (s.workload, s.strategy, s.engine, s.launcher)]
@@ -62,24 +71,20 @@ def request(
                 "Add --allow-modules if you trust it."
             )
     originals = _without_followers(chosen)
-    specs = _changed(originals, changes) if changes else originals
+    specs = [] if changes else originals
+    # The same cells with other settings, by the rules of any experiment.
+    for name, device in dict.fromkeys((s.experiment, s.topology.device) for s in originals) if changes else ():
+        group = [s for s in originals if (s.experiment, s.topology.device) == (name, device)]
+        plan = Experiment.model_validate(recipe.recreate(group))
+        repeats = changes.get("repeats", plan.repeats)
+        require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
+        fields = {key: value for key, value in changes.items() if key != "repeats"}
+        specs += expansion.order(expansion.expand(plan, fields, device), repeats, plan.order_seed)
     left_out = tuple(f"{r.spec.run_id}: it ended {r.status}" for r in ours if r not in results)
     exact = {spec.cell for spec in originals}
     alike = {_essence(spec): spec.cell for spec in reversed(originals)}
     origins = {spec.cell: spec.cell if spec.cell in exact else alike[_essence(spec)] for spec in specs}
     return Request(tuple(specs), origins, left_out)
-
-
-def _chosen(results: Sequence[RunRecord], only: Sequence[str]) -> list[RunRecord]:
-    """The runs of cells that `--only` names by the first characters of the cell's hash or of a run id."""
-    if not only:
-        return list(results)
-    cells = {
-        r.spec.cell for r in results if any(w and w in (r.spec.cell[: len(w)], r.spec.run_id[: len(w)]) for w in only)
-    }
-    known = ", ".join(dict.fromkeys(r.spec.run_id for r in results))
-    require(bool(cells), "--only", ", ".join(only), f"the beginning of a cell or of one of the runs {known}")
-    return [r for r in results if r.spec.cell in cells]
 
 
 def _without_followers(records: Sequence[RunRecord]) -> list[RunSpec]:
@@ -98,19 +103,6 @@ def _without_followers(records: Sequence[RunRecord]) -> list[RunSpec]:
                 break
             followed.add(spec.run_id)
             series.append(by_run[spec.run_id])
-    return specs
-
-
-def _changed(originals: Sequence[RunSpec], changes: Mapping[str, Any]) -> list[RunSpec]:
-    """The same cells with other settings, by the rules of any experiment."""
-    specs = []
-    for name, device in dict.fromkeys((s.experiment, s.topology.device) for s in originals):
-        group = [s for s in originals if (s.experiment, s.topology.device) == (name, device)]
-        plan = Experiment.model_validate(recipe.recreate(group))
-        repeats = changes.get("repeats", plan.repeats)
-        require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
-        fields = {key: value for key, value in changes.items() if key != "repeats"}
-        specs += expansion.order(expansion.expand(plan, fields, device), repeats, plan.order_seed)
     return specs
 
 

@@ -234,10 +234,9 @@ class QueueNote:
 
     def keep(self, waiting: str | None) -> None:
         is_old = waiting is not None and time.monotonic() - self.written_at > NOTE_S
+        text = waiting and redaction.clean_text(waiting)
         # A failed write is tried again: a stale note would hide a running job.
-        if (waiting != self.written or is_old) and _amend(
-            self.run_dir, waiting=waiting and redaction.clean_text(waiting)
-        ):
+        if (waiting != self.written or is_old) and _amend(self.run_dir, waiting=text):
             self.written, self.written_at = waiting, time.monotonic()
 
 
@@ -294,9 +293,8 @@ def name_stalled(positions: Sequence[store.Progress], spec: RunSpec, here: bool 
             return f"rank {p.rank} stopped at step {p.step} in {p.phase} (its process {p.pid} is suspended)"
     order = {phase: number for number, phase in enumerate(store.PHASES)}
     behind = min(positions, key=lambda p: (p.step, order[p.phase], p.beat))
-    return (
-        f"rank {behind.rank} stopped at step {behind.step} in {behind.phase}; its stack is in stack-{behind.rank}.txt"
-    )
+    where = f"rank {behind.rank} stopped at step {behind.step} in {behind.phase}"
+    return f"{where}; its stack is in stack-{behind.rank}.txt"
 
 
 def _process_state(pid: int) -> str | None:

@@ -127,7 +127,13 @@ class Cron:
         every wall time of the host at which it may be due; the command checks whether it is.
         """
         minutes, hours, *dates = self._fields
-        shifts = _shifts(self.zone, host, now)
+
+        def ahead(moment: datetime) -> int:
+            """How many minutes this zone is ahead of the host's."""
+            own, other = moment.astimezone(self.zone).utcoffset(), moment.astimezone(host).utcoffset()
+            return round(((own or timedelta()) - (other or timedelta())).total_seconds() / 60)
+
+        shifts = {ahead(now + number * _GRAIN) for number in range(_YEAR // _GRAIN)}
         wanted = {hour * 60 + minute - shift for hour in hours for minute in minutes for shift in shifts}
         same_day = all(0 <= minute < DAY_MINUTES for minute in wanted)
         clock = (frozenset(minute % 60 for minute in wanted), frozenset(minute // 60 % 24 for minute in wanted))
@@ -140,16 +146,6 @@ _FULL = (60, 24, 31, 12, 7)
 
 def _numbers(values: Collection[int], full: int, digits: int = 1) -> str:
     return "*" if len(values) == full else ",".join(f"{value:0{digits}d}" for value in sorted(values))
-
-
-def _shifts(zone: tzinfo, host: tzinfo, now: datetime) -> set[int]:
-    """How many minutes the zone is ahead of the host, for all moments of the coming year."""
-
-    def ahead(moment: datetime) -> int:
-        own, other = moment.astimezone(zone).utcoffset(), moment.astimezone(host).utcoffset()
-        return round(((own or timedelta()) - (other or timedelta())).total_seconds() / 60)
-
-    return {ahead(now + number * _GRAIN) for number in range(_YEAR // _GRAIN)}
 
 
 def _check_zone(name: str) -> None:

@@ -58,9 +58,7 @@ def _by_command(command: str, notice: Notice, environ: Mapping[str, str], direct
         return f"the notify command timed out after {COMMAND_S:g} s"
     except OSError as error:
         return f"the notify command failed to start ({error.strerror})"
-    return (
-        "the notify command succeeded" if done.returncode == 0 else f"the notify command failed with {done.returncode}"
-    )
+    return f"the notify command {'succeeded' if done.returncode == 0 else f'failed with {done.returncode}'}"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -28,7 +28,11 @@ def lines(view: ScheduleView, most: int = MOST_SHOWN) -> Iterator[str]:
     yield f"schedule {schedule.name}: {when} ({schedule.backend}){following}"
     for occasion in view.occasions[-most:]:
         verb = {"running": "running since", "skipped": "skipped"}.get(occasion.outcome, "ran")
-        yield f"  {verb} {' '.join(filter(None, began(view, occasion)))}: {_end(occasion)}"
+        outcome = "in progress" if occasion.outcome == "running" else occasion.outcome
+        end = "; ".join(filter(None, (outcome, _took(occasion), occasion.sentence, occasion.notified)))
+        if occasion.outcome == "skipped":
+            end = str(occasion.sentence or "").removeprefix("skipped: ")
+        yield f"  {verb} {' '.join(filter(None, began(view, occasion)))}: {end}"
     if view.missed is None:
         yield f"  history is stored on the claim {schedule.place.get('claim')}, not here"
         return
@@ -48,14 +52,6 @@ def began(view: ScheduleView, occasion: Occasion) -> tuple[str, str]:
     late = occasion.began_at - occasion.due_at
     shown = wall(moment(occasion.due_at), view.schedule.cron.zone)
     return shown, f"{format_duration(late)} late" if late >= LATE_S else ""
-
-
-def _end(occasion: Occasion) -> str:
-    if occasion.outcome == "skipped":
-        return str(occasion.sentence or "").removeprefix("skipped: ")
-    took = _took(occasion)
-    parts = ("in progress" if occasion.outcome == "running" else occasion.outcome, took)
-    return "; ".join(filter(None, (*parts, occasion.sentence, occasion.notified)))
 
 
 def _took(occasion: Occasion) -> str:

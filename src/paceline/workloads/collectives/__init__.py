@@ -57,17 +57,16 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     recorder.conclude(evidence(seat, time.perf_counter() - began))
 
 
-def evidence(seat: Seat, wall_s: float) -> Evidence:
+def evidence(seat: Seat, wall_s: float | None) -> Evidence:
     """Evidence without training: what could distort the times."""
     from paceline.host.machine import debug_switches, neighbours
 
-    shared = placement.shares_gpu(os.environ)
     return Evidence(
         init_digest="",
         parameters=0,
         dtypes={},
         optimizer={},
-        settings={"shared_gpu": True} if shared else {},
+        settings={"shared_gpu": True} if placement.shares_gpu(os.environ) else {},
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,

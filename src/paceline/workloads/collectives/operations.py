@@ -134,14 +134,6 @@ def exchange(buffers: Buffers, to: int | None, source: int | None, group: Any) -
     return launch if parts else lambda: None
 
 
-def _send_recv(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    return exchange(buffers, 1 if place.rank == 0 else None, 0 if place.rank == 1 else None, group)
-
-
-def _ring(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    return exchange(buffers, (place.rank + 1) % place.ranks, (place.rank - 1) % place.ranks, group)
-
-
 def _shares(place: Place, count: int, offset: int) -> tuple[Segment, ...]:
     """One share from every rank, from `offset` on in its payload."""
     share = count // place.ranks
@@ -199,14 +191,18 @@ OPERATIONS = {
         ),
         Operation(
             name="send_recv",
-            bind=_send_recv,
+            bind=lambda buffers, place, group, _: exchange(
+                buffers, 1 if place.rank == 0 else None, 0 if place.rank == 1 else None, group
+            ),
             expect=lambda place, count: (Segment(0, count, 0),) if place.rank == 1 else (),
             least_ranks=2,
             most_ranks=2,
         ),
         Operation(
             name="ring",
-            bind=_ring,
+            bind=lambda buffers, place, group, _: exchange(
+                buffers, (place.rank + 1) % place.ranks, (place.rank - 1) % place.ranks, group
+            ),
             expect=lambda place, count: (Segment(0, count, (place.rank - 1) % place.ranks),),
             least_ranks=2,
         ),

@@ -6,19 +6,17 @@ wait for each other between rows, never inside one, so that all devices of a hos
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from paceline.contract import Recorder, Seat
 from paceline.experiment.plugins import Traits, parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.launchers.node import placement
 from paceline.models.arithmetic import attention_flops_per_token, parameters
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 from paceline.results.records import Evidence
+from paceline.workloads import collectives
 from paceline.workloads.compute.options import DTYPES, KERNELS, Options, Row
 
 TRAITS = Traits()
@@ -94,20 +92,9 @@ def evidence(seat: Seat, shape: Shape) -> Evidence:
     """Evidence without training: what could have slowed the device down."""
     import torch
 
-    from paceline.host.machine import debug_switches, neighbours
-
-    shared = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
-    return Evidence(
-        init_digest="",
-        parameters=parameters(shape),
-        dtypes={},
-        optimizer={},
-        settings={"threads": torch.get_num_threads(), **shared},
-        switches=debug_switches(os.environ),
-        neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
-        window_wall_s=None,
-        shape=dataclasses.asdict(shape),
-    )
+    observed = collectives.evidence(seat, None)
+    settings = {"threads": torch.get_num_threads(), **observed.settings}
+    return replace(observed, parameters=parameters(shape), settings=settings, shape=asdict(shape))
 
 
 def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:

@@ -79,7 +79,11 @@ class Bench:
         self.seat, self.shape, self.chosen, self.processes = seat, shape, chosen, processes
         self.device = torch.device(seat.torch_device)
         self.clock = clock_for(seat.device)
-        self.flush = _flush_of(self.device)
+        self.flush: Callable[[], object] = lambda: None
+        if self.device.type == "cuda":
+            # Overwrite twice the L2 cache, so that the next iteration finds no operand there.
+            cache_bytes = int(getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0)) or 64 * 2**20
+            self.flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=self.device).zero_
         self.flops_per_s: dict[tuple[str, str, str], float] = {}
         torch.manual_seed(seed)
 
@@ -87,9 +91,11 @@ class Bench:
         status, error, wrong = "ok", None, None
         durations: tuple[float, ...] = ()
         try:
-            self._affordable(row)
-            wrong, durations = self._timed(self._prepared(row))
-            self._remember(row, durations)
+            self._require_affordable(row)
+            wrong, durations = self._time(row)
+            if row.flops and durations:
+                rate, key = row.flops / sorted(durations)[len(durations) // 2], _speed_class(row)
+                self.flops_per_s[key] = max(rate, self.flops_per_s.get(key, 0.0))
         except Refused as refusal:
             status, error = refusal.status, str(refusal)
             release_unused(self.seat.device)
@@ -108,9 +114,16 @@ class Bench:
             error=error,
         )
 
-    def _affordable(self, row: Row) -> None:
+    def _require_affordable(self, row: Row) -> None:
         """Reject rows that need too much memory (a full host kills the process without an error) or time."""
-        free = _free_bytes(self.device) / (self.processes if self.device.type == "cpu" else 1)
+        if self.device.type == "cuda":
+            # Memory that the allocator caches is freed before it runs out.
+            idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            free = float(torch.cuda.mem_get_info()[0]) + idle
+        else:
+            import psutil
+
+            free = psutil.virtual_memory().available / self.processes
         if row.needed_bytes > USABLE_MEMORY_RATIO * free:
             raise Refused("oom", f"needs {row.needed_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
         rate = self.flops_per_s.get(_speed_class(row))
@@ -118,14 +131,9 @@ class Bench:
         if expected_s > MOST_BUDGETS * self.chosen.budget_s:
             raise Refused("skipped", f"{FEWEST_ITERATIONS} iterations would take about {expected_s:.0f} s")
 
-    def _remember(self, row: Row, durations: tuple[float, ...]) -> None:
-        if row.flops and durations:
-            rate = row.flops / sorted(durations)[len(durations) // 2]
-            key = _speed_class(row)
-            self.flops_per_s[key] = max(rate, self.flops_per_s.get(key, 0.0))
-
-    def _prepared(self, row: Row) -> Kernel:
-        """The row's kernel after its first call, where missing support shows."""
+    def _time(self, row: Row) -> tuple[int, tuple[float, ...]]:
+        """Wrong elements and durations. Missing support shows in the first call."""
+        chosen = self.chosen
         try:
             kernel = prepare(row, self.shape, self.device)
             with kernel.context():
@@ -135,10 +143,6 @@ class Bench:
             raise Refused("unsupported", str(error)) from None
         except (RuntimeError, ValueError) as error:
             raise _refusal(error, "unsupported") from None
-        return kernel
-
-    def _timed(self, kernel: Kernel) -> tuple[int, tuple[float, ...]]:
-        chosen = self.chosen
         try:
             with kernel.context():
                 one_s = max(timed(kernel.call, self.clock, self.flush, 1)[0], 1e-9)
@@ -175,25 +179,6 @@ def _refusal(error: Exception, otherwise: str) -> Refused:
     return Refused("failed" if _BROKEN.search(line) else otherwise, line)
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        # Memory that the allocator caches is freed before it runs out.
-        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(torch.cuda.mem_get_info()[0]) + idle
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def _flush_of(device: torch.device) -> Callable[[], object]:
-    """A call that overwrites twice the L2 cache, so that the next iteration finds no operand there; none on a CPU."""
-    if device.type == "cpu":
-        return lambda: None
-    cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 64 * 2**20
-    buffer = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
-    return buffer.zero_
-
-
 # --- one row's kernel ---
 
 
@@ -216,7 +201,12 @@ def count_wrong(found: Tensor, exact: Tensor, tolerance: float) -> int:
 
 def _matmul(row: Row, device: torch.device) -> Kernel:
     """A product with operands stored by their layout: N is row-major, T is transposed."""
-    _require_dtype(row.dtype, device)
+    if row.dtype in ("tf32", "fp8") and device.type != "cuda":
+        raise UnsupportedError(f"{row.dtype} products need a CUDA device")
+    least = {"tf32": (8, 0), "fp8": (8, 9)}.get(row.dtype)
+    if least and (capability := torch.cuda.get_device_capability(device)) < least:
+        needed, found = (".".join(map(str, version)) for version in (least, capability))
+        raise UnsupportedError(f"{row.dtype} products need compute capability {needed}; this device has {found}")
     m, n, k = row.dims
     left, right = row.variant[0], row.variant[1]
     a = _random((k, m) if left == "T" else (m, k), row.dtype, device)
@@ -244,17 +234,6 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, scale: Tensor) -> None:
         torch._scaled_mm(a, b, scale, scale, out_dtype=out.dtype, use_fast_accum=True, out=out)
     else:
         torch.mm(a, b, out=out)
-
-
-def _require_dtype(dtype: str, device: torch.device) -> None:
-    if dtype in ("tf32", "fp8") and device.type != "cuda":
-        raise UnsupportedError(f"{dtype} products need a CUDA device")
-    least = {"tf32": (8, 0), "fp8": (8, 9)}.get(dtype)
-    if least and torch.cuda.get_device_capability(device) < least:
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise UnsupportedError(
-            f"{dtype} products need compute capability {least[0]}.{least[1]}; this device has {found}"
-        )
 
 
 @contextlib.contextmanager

@@ -167,14 +167,9 @@ def send_loads(
     session.warm_up()
     until_s = seat.taken_at_s + (1 - SPARE_RATIO) * spec.timeout_s
     try:
-        longest = max(prompt.max_tokens for prompt in samples)
+        longest, counts = max(prompt.max_tokens for prompt in samples), (len(samples), len(replicas))
         sequence = loads.loads_of(
-            spec.serving,
-            len(samples),
-            len(replicas),
-            spec.seed,
-            lambda: until_s - time.monotonic(),
-            answer_tokens=longest,
+            spec.serving, *counts, spec.seed, lambda: until_s - time.monotonic(), answer_tokens=longest
         )
         ended_by = run_all(session, sequence)
         if loadgen.is_requested(spec):
@@ -260,12 +255,9 @@ def outline(spec: RunSpec) -> str:
     shape = "" if arithmetic.known_shape(spec.model) else f"; the architecture of {spec.model_text} is {UNKNOWN_SHAPE}"
     where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then LoadGen' if loadgen.is_requested(spec) else ''}"
     what = f"{spec.engine.name}, {serving.scenario}{rate}{cap}"
-    return f"{what}: {count}, {where}, {serving.partition} partition, {time_s}{_too_few(serving)}{shape}"
-
-
-def _too_few(serving: Serving) -> str:
-    """Empty if a search sends enough requests itself, or a duration decides how many there are."""
+    # A search sends enough requests itself, and a duration decides how many there are.
     least = early_stopping.requests_needed(0, PERCENTILE)
     limited = any(limit is not None for limit in serving.limits.values()) and serving.scenario != "search"
-    few = limited and not serving.least_s and serving.requests is not None and serving.requests < least
-    return f"; too few requests to check the limits: at least {least} are needed" if few else ""
+    is_few = limited and not serving.least_s and serving.requests is not None and serving.requests < least
+    few = f"; too few requests to check the limits: at least {least} are needed" if is_few else ""
+    return f"{what}: {count}, {where}, {serving.partition} partition, {time_s}{few}{shape}"

@@ -162,23 +162,20 @@ def sweep(serving: Serving, samples: int, seed: int) -> Loads:
 def swept(serving: Serving) -> list[float]:
     """The given loads; otherwise 1, 2, 4 ... in flight up to `concurrency`, or rates doubled from `rate_per_s` on."""
     if serving.loads is not None:
-        return _parse_loads(serving.loads, whole=serving.rate_per_s is None)
+        whole = serving.rate_per_s is None
+        accepted = "whole numbers of requests in flight, such as 1+2+4" if whole else "rates, such as 0.5+1+2"
+        try:
+            given = [float(size) for size in serving.loads.split("+")]
+        except ValueError:
+            given = [math.nan]
+        fits = all(0 < size < math.inf and (not whole or size == int(size)) for size in given)
+        require(fits, "loads", serving.loads, accepted)
+        return given
     if serving.rate_per_s is not None:
         return [serving.rate_per_s * 2**power for power in range(MOST_RATES)]
     most = serving.concurrency or MOST_SWEPT
     sizes = [float(1 << power) for power in range(most.bit_length())]
     return sizes if sizes[-1] == most else [*sizes, float(most)]
-
-
-def _parse_loads(text: str, *, whole: bool) -> list[float]:
-    accepted = "whole numbers of requests in flight, such as 1+2+4" if whole else "rates, such as 0.5+1+2"
-    try:
-        sizes = [float(size) for size in text.split("+")]
-    except ValueError:
-        sizes = [math.nan]
-    fits = all(0 < size < math.inf and (not whole or size == int(size)) for size in sizes)
-    require(fits, "loads", text, accepted)
-    return sizes
 
 
 def trial_s(serving: Serving, answer_tokens: int) -> float:
@@ -259,12 +256,10 @@ class Bracket:
     def end_before(self, rate: float, why: str) -> str:
         """Why the search ends if the client cannot send at this rate: the result is a lower bound or a wider
         bracket."""
-        if self.passed is None:
-            return f"no rate passed: this client cannot measure {rate:.4g} requests/s: {why}"
-        if self.above is not None:
-            within = f"between {self.passed:.4g} and {self.above:.4g} requests/s"
-            return f"{within}: this client cannot measure {rate:.4g} requests/s: {why}"
-        return f"at least {self.passed:.4g} requests/s: this client cannot measure {rate:.4g} requests/s: {why}"
+        known = "no rate passed" if self.passed is None else f"at least {self.passed:.4g} requests/s"
+        if self.passed is not None and self.above is not None:
+            known = f"between {self.passed:.4g} and {self.above:.4g} requests/s"
+        return f"{known}: this client cannot measure {rate:.4g} requests/s: {why}"
 
     def end(self) -> str:
         if self.passed is None:

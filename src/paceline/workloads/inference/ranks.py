@@ -114,24 +114,23 @@ def _dead_key(rank: int, index: int) -> str:
 
 def accepts(replica: Replica) -> bool:
     """Whether the replica accepts a connection."""
-    try:
-        _connect(replica)
-    except OSError:
-        return False
-    return True
+    return _refusal(replica) is None
 
 
 def require_reachable(replica: Replica) -> None:
-    try:
-        _connect(replica)
-    except OSError as error:
+    if error := _refusal(replica):
         raise UnsupportedError(
             f"rank 0 cannot reach the replica of rank {replica.rank} on {replica.host} at {replica.endpoint.url} "
             f"({error}). Run `curl -i {replica.endpoint.url}/v1/models` on both hosts to see where it fails"
-        ) from None
+        )
 
 
-def _connect(replica: Replica) -> None:
+def _refusal(replica: Replica) -> OSError | None:
+    """Why the replica does not accept a connection."""
     parts = urlsplit(replica.endpoint.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((str(parts.hostname), port), timeout=CONNECT_S).close()
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return error
+    return None

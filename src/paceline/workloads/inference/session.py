@@ -156,15 +156,12 @@ class Session:
         results = [result for shard in worker_pool.run(assignments, watch=heartbeat) for result in shard.results]
         for result in sorted(results, key=lambda result: result.number):
             replica, sample = divmod(result.number, count)
-            answer = AnswerSample(
-                rank=0,
-                replica=replica,
-                sample=sample,
-                tokens=result.reported_tokens,
-                text=result.text or "",
-                error=result.error,
-            )
-            self.recorder.add(answer)
+            answered: dict[str, Any] = {
+                "tokens": result.reported_tokens,
+                "text": result.text or "",
+                "error": result.error,
+            }
+            self.recorder.add(AnswerSample(rank=0, replica=replica, sample=sample, **answered))
         times = [r.ended_ns - r.due_ns for r in results if r.error is None and r.ended_ns is not None]
         self._fastest_s = min(times) / NS if times else None
 
@@ -181,16 +178,6 @@ class Session:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {'; '.join(deaths)}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.serving.partition, self._fastest_s)
         last: list[Progress] = []
-        shards = worker_pool.run(self._assignments(load, whole, replicas), watch=self._watch(load, whole, last))
-        # If a load may end before its plan does, requests that were never sent do not count. Processes count what they
-        # send themselves, so that a missing result is noticed.
-        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
-        outcome = self._record(load, whole, replicas, shards, planned=last[0].sent if ends_early else len(whole))
-        self.pace_per_s = outcome.requests_per_s
-        return outcome
-
-    def _watch(self, load: Load, whole: schedule.Plan, last: list[Progress]) -> Callable[[Progress], bool]:
-        """Reports progress; the result is True if a trial need not continue. `last` gets the last progress."""
 
         def report(progress: Progress) -> None:
             text = f"timing: {progress_text(load, self._stage, self.serving, progress)}"
@@ -199,11 +186,18 @@ class Session:
         heartbeat = Heartbeat(report, self.serving.request_timeout_s, lambda sent: idle_s(whole.due_ns, sent))
 
         def watch(progress: Progress) -> bool:
+            """Report progress; True if a trial need not continue."""
             heartbeat(progress)
             last[:] = [progress]
             return load.is_trial and is_lost(len(whole), progress.ended, progress.late + progress.failed)
 
-        return watch
+        shards = worker_pool.run(self._assignments(load, whole, replicas), watch=watch)
+        # If a load may end before its plan does, requests that were never sent do not count. Processes count what they
+        # send themselves, so that a missing result is noticed.
+        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
+        outcome = self._record(load, whole, replicas, shards, planned=last[0].sent if ends_early else len(whole))
+        self.pace_per_s = outcome.requests_per_s
+        return outcome
 
     def _assignments(self, load: Load, whole: schedule.Plan, replicas: Sequence[int]) -> list[Assignment]:
         """One assignment for each client process: request k of the schedule goes to process k mod processes."""

@@ -32,15 +32,6 @@ def _parameters(trainer: Any) -> Iterator[Any]:
         yield getattr(parameter, "ds_tensor", None)
 
 
-def _optimizer_tensors(trainer: Any) -> Iterator[Any]:
-    """The tensors that AdamW updates (master weights or the parameters themselves) and its moments."""
-    for group in trainer.optimizer.param_groups:
-        yield from group["params"]
-    for parameter, state in trainer.optimizer.state.items():
-        yield parameter
-        yield from state.values()
-
-
 def _gradients(trainer: Any) -> Iterator[Any]:
     for parameter in _module(trainer).parameters():
         yield parameter.grad
@@ -96,7 +87,11 @@ class TracedTrainer:
         if self._is_traced:
             self._read("update")
             parameters = _storages(_parameters(self._trainer))
-            optimizer = _storages(_optimizer_tensors(self._trainer))
+            # The tensors that AdamW updates (master weights or the parameters themselves) and its moments.
+            adamw: Any = self.optimizer
+            updated = (tensor for group in adamw.param_groups for tensor in group["params"])
+            moments = (tensor for key, state in adamw.state.items() for tensor in (key, *state.values()))
+            optimizer = _storages((*updated, *moments))
             gradients = self._gradients.values()
             self.held = Held(
                 parameters=sum(storage.nbytes() for storage in parameters.values()),

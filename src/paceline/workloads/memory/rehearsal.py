@@ -143,18 +143,18 @@ class Stage:
         normaliser = torch.tensor(1.0)
         for number in range(training.accumulation):
             last = number + 1 == training.accumulation
-            loss = trainer.forward(*self._batch(micro_batch, sequence_length), normaliser, last)
+            # Inputs and labels as the loop passes them: views of one tensor; fine-tuning also reads positions.
+            if self.spec.tuning is not None:
+                batch = torch.zeros(micro_batch, 3, sequence_length, dtype=torch.int64)
+                inputs, labels = batch[:, :2], batch[:, 2]
+            else:
+                batch = torch.zeros(micro_batch, sequence_length + 1, dtype=torch.int64)
+                inputs, labels = batch[:, :-1], batch[:, 1:]
+            loss = trainer.forward(inputs, labels, normaliser, last)
+            del batch, inputs, labels
             trainer.backward(loss, last)
             del loss
         trainer.update()
-
-    def _batch(self, micro_batch: int, sequence_length: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels as the loop passes them: views of one tensor; fine-tuning also reads positions."""
-        if self.spec.tuning is not None:
-            batch = torch.zeros(micro_batch, 3, sequence_length, dtype=torch.int64)
-            return batch[:, :2], batch[:, 2]
-        tokens = torch.zeros(micro_batch, sequence_length + 1, dtype=torch.int64)
-        return tokens[:, :-1], tokens[:, 1:]
 
 
 class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
@@ -180,16 +180,11 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
 
 def _fp32_query(args: Any) -> int:
     """cuDNN and flash attention accumulate the query's gradient in an internal fp32 buffer."""
-    query = args[1]
-    return int(query.numel()) * 4
+    return int(args[1].numel()) * 4
 
 
-def _reduced_copy(args: Any) -> int:
-    """gloo's reduce-scatter all-reduces a whole copy of its input; NCCL needs no copy."""
-    return int(args[1].numel()) * int(args[1].element_size())
-
-
-_CPU_WORKSPACES = {torch.ops.c10d._reduce_scatter_base_.default: _reduced_copy}
+# gloo's reduce-scatter all-reduces a whole copy of its input; NCCL needs no copy.
+_CPU_WORKSPACES = {torch.ops.c10d._reduce_scatter_base_.default: lambda args: args[1].numel() * args[1].element_size()}
 _GPU_WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _fp32_query,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _fp32_query,

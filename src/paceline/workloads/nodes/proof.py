@@ -23,19 +23,16 @@ LARGEST = 15
 def known_product(side: int, dtype: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """a, b and the exact a @ b. With signs s, a[i, k] = u[i] s[k] and b[k, j] = s[k] v[j], so every term of the sum at
     (i, j) is u[i] v[j], and no order of summation rounds."""
-    random = torch.Generator().manual_seed(seed)
-    u, v = (_whole_numbers(side, random) for _ in range(2))
+    random, operands = torch.Generator().manual_seed(seed), []
+    for _ in range(2):
+        # Integers other than 0, which would hide a wrong factor.
+        size = torch.randint(1, LARGEST + 1, (side,), generator=random)
+        operands.append(size * (torch.randint(0, 2, (side,), generator=random) * 2 - 1))
     s = torch.randint(0, 2, (TERMS,), generator=random) * 2 - 1
-    kind = TORCH_DTYPES[dtype]
+    kind, (u, v) = TORCH_DTYPES[dtype], operands
     a, b = (u[:, None] * s), (s[:, None] * v)
     expected = TERMS * u[:, None].to(device) * v.to(device)
     return a.to(device, kind), b.to(device, kind), expected.to(kind)
-
-
-def _whole_numbers(count: int, random: torch.Generator) -> Tensor:
-    """Random integers other than 0, which would hide a wrong factor."""
-    size = torch.randint(1, LARGEST + 1, (count,), generator=random)
-    return size * (torch.randint(0, 2, (count,), generator=random) * 2 - 1)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -48,14 +47,31 @@ class Acceptance:
         self._read_health("before")
         training = self._proved_training(turn=0)
         for repeat in range(self.chosen.repeats):
-            self._window_of_each(repeat, training)
+            # One window of each measure, in alternating order, so that the order does not affect a number.
+            windows: list[Row | OwnTraining] = [*plan(self.spec), *([] if training is None else [training])]
+            for window in windows[:: -1 if repeat % 2 else 1]:
+                self._synchronise()
+                if isinstance(window, OwnTraining):
+                    window.window(repeat)
+                else:
+                    self.recorder.add(dataclasses.replace(self.bench.measure(window), repeat=repeat))
             self._synchronise("verify")
             for dtype in dict.fromkeys((self.spec.training.precision.compute, "fp32")):
                 self.recorder.add(prove_product(self.seat, repeat, self.side, dtype, self.spec.seed))
-        del training
+        # Free the memory of the training before the next one.
+        del training, windows, window
         self._proved_training(turn=1)
         release_unused(self.seat.device)
-        self._read_health_under_load()
+        self._synchronise()
+        if self.seat.device == "cuda":
+            # Read the health while products are queued: an idle GPU lowers its clocks and PCIe speed, which look like
+            # defects.
+            kind = torch.bfloat16 if self.spec.training.precision.compute == "bf16" else torch.float16
+            a = torch.ones((self.side, self.side), dtype=kind, device=self.seat.torch_device)
+            for _ in range(QUEUED):
+                torch.mm(a, a)
+        self._read_health("loaded")
+        self.bench.clock.drain()
         self._synchronise()
         if self.chosen.tournament and self.seat.world_size > 1:
             requested = CollectivesOptions(pair_bytes=self.chosen.pair_bytes, budget_s=self.chosen.budget_s)
@@ -66,18 +82,6 @@ class Acceptance:
         self.number += 1
         self.recorder.progress(self.number, phase)
         dist.barrier()
-
-    def _window_of_each(self, repeat: int, training: OwnTraining | None) -> None:
-        """One window of each measure, in alternating order, so that the order does not affect a number."""
-        windows: list[Callable[[], None]] = [_bound(self._measure_row, row, repeat) for row in plan(self.spec)]
-        if training is not None:
-            windows.append(_bound(training.window, repeat))
-        for window in windows[:: -1 if repeat % 2 else 1]:
-            self._synchronise()
-            window()
-
-    def _measure_row(self, row: Row, repeat: int) -> None:
-        self.recorder.add(dataclasses.replace(self.bench.measure(row), repeat=repeat))
 
     def _proved_training(self, turn: int) -> OwnTraining | None:
         """A training whose first steps are verified; None if none is requested. Uses deterministic kernels if all
@@ -100,22 +104,6 @@ class Acceptance:
     def _read_health(self, moment: str) -> None:
         facts = health.read(self.seat.local_rank if self.seat.device == "cuda" else None)
         self.recorder.add(HealthSample(rank=self.seat.rank, moment=moment, facts=facts))
-
-    def _read_health_under_load(self) -> None:
-        """Read the health while products are queued: an idle GPU lowers its clocks and PCIe speed, which look like
-        defects."""
-        self._synchronise()
-        if self.seat.device == "cuda":
-            kind = torch.bfloat16 if self.spec.training.precision.compute == "bf16" else torch.float16
-            a = torch.ones((self.side, self.side), dtype=kind, device=self.seat.torch_device)
-            for _ in range(QUEUED):
-                torch.mm(a, a)
-        self._read_health("loaded")
-        self.bench.clock.drain()
-
-
-def _bound(call: Callable[..., None], *arguments: object) -> Callable[[], None]:
-    return lambda: call(*arguments)
 
 
 class OwnTraining:
