@@ -297,8 +297,7 @@ class MockReplica:
             self._lags.append(now - at)
 
     def _send_straight(self, stream: Stream) -> bool:
-        """Send one token in one write, with the head before the first and the usage after the last; whether more
-        follow."""
+        """Send one token in one write, with the head before the first and the usage after the last."""
         sent, word = stream.sent, WORDS[stream.sent % len(WORDS)]
         data = timed_token(stream.chat) if self.latencies.mode == "clock" else token_of(stream.chat, word)
         if sent == 0:

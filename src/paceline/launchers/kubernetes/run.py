@@ -128,8 +128,7 @@ class Logs:
             self._write(pod, [rest], count)
 
     def _write(self, pod: str, lines: list[bytes], count: int) -> int:
-        """Write one chunk of a pod's log. count: output lines this reading has seen; earlier readings wrote some of
-        them. Returns the new count."""
+        """Write the new lines of a chunk. count: lines that this reading has seen before it. Returns the new count."""
         with self._lock:
             if self._stop.is_set():
                 return count
@@ -315,8 +314,7 @@ class Run:
 
 
 def _delete(cluster: Cluster, resource: Resource, name: str) -> None:
-    """Delete a job and its companions. The Service would be deleted with the Job, but perhaps too late for the next
-    attempt, which needs its name."""
+    """Delete a job and its companions. The Job would delete its Service too late: the next attempt needs its name."""
     cluster.delete(resource, name)
     if resource is _JOB:
         cluster.delete_service(name)
@@ -407,8 +405,7 @@ def _make_room(cluster: Cluster, manifest: Object, resource: Resource) -> Object
 
 
 def is_ours(known: Object, name: str) -> bool:
-    """Whether Paceline created the object for this launch. The name contains the id of the launch, which is the same
-    wherever the controller runs."""
+    """Whether Paceline created the object for this launch, whose id is part of the name."""
     return _annotations(known).get(OWNER) == name
 
 

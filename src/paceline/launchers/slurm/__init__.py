@@ -17,9 +17,9 @@ from paceline.experiment.spec import RunSpec
 from paceline.launchers._job import awaited_ranks, have_ended, job_name
 from paceline.launchers.slurm import script as batch_script
 from paceline.launchers.slurm import states
-from paceline.launchers.slurm.options import Options
 from paceline.launchers.slurm.output_files import OutputFiles
-from paceline.launchers.slurm.states import BEGIN, Losses, Phase, Seen, Unavailable
+from paceline.launchers.slurm.script import BEGIN, Options
+from paceline.launchers.slurm.states import Losses, Phase, Seen, Unavailable
 from paceline.results.records import Status
 
 # Options on which no measured number depends, each with what it decides.

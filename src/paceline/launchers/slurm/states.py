@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launchers._job import is_past_setup, ranks_of, reported_failure
-from paceline.launchers.slurm.options import Options
+from paceline.launchers.slurm.script import BEGIN, Options
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -241,8 +241,6 @@ def certain_refusal(done: subprocess.CompletedProcess[str], chosen: Options) -> 
 
 # --- lost nodes ---
 
-# Printed by the script before it starts the agents, followed by Slurm's list of nodes.
-BEGIN = "paceline: ranks begin on "
 _NODES = re.compile(rf"^{BEGIN}(\S+)$", re.MULTILINE)
 # There is one task per node, numbered as the nodes are. srun reports tasks that ended alike in one line. An incomplete
 # line of a rank may precede it.

@@ -197,8 +197,7 @@ class Sessions:
             self.ask_to_end()
 
     def _note_losses(self) -> None:
-        """Find expendable nodes that are gone, and end the job once all remaining ranks have ended: their torchrun
-        would wait minutes for the lost ones."""
+        """Find expendable nodes that are gone, and end the job once all remaining ranks have ended."""
         for node in self._expendable if self._asked_at is None else ():
             is_new = node not in self.lost and bool(self._connections[node].code)
             own = ranks_of(node, self._ranks)

@@ -80,8 +80,7 @@ class Alarm:
         self._reference = ctypes.byref(self._setting)
 
     def set(self, at_ns: int) -> None:
-        """Ring at this moment, or at once if it has passed (0 would mean never). Setting the same moment again is
-        free."""
+        """Ring at this moment, or at once if it has passed (0 would mean never)."""
         if at_ns == self._at_ns:
             return
         self._at_ns = at_ns

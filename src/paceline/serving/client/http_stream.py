@@ -92,8 +92,7 @@ class Connection:
 
     @property
     def stamped(self) -> bool:
-        """Whether every read of this request carried the kernel's time. Requesting timestamps does not guarantee
-        them."""
+        """Whether every read of this request carried the kernel's time, which the kernel does not guarantee."""
         return self._stamps and not self._unstamped
 
     def fileno(self) -> int:
@@ -407,8 +406,7 @@ def data_lines(event: bytearray) -> bytes | None:
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed completion. Reads are numbers of the response's reads. reported_tokens is the server's own count,
-    pieces the number of events with content."""
+    """A streamed completion. Reads are numbers. reported_tokens: the server's own count. pieces: events with content."""
 
     first_read: int | None = None
     first_reasoning_read: int | None = None

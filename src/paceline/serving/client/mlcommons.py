@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,8 +50,7 @@ _EMPTY_PHRASES = ("Run unsuccessful.",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """LoadGen's settings. expected_per_s: `Offline` sizes its one query by it. Limits are in seconds, None for no
-    limit. cap: most requests in flight."""
+    """LoadGen's settings. expected_per_s: the size of the one query of `Offline`. cap: most requests in flight."""
 
     scenario: str
     samples: int
@@ -103,8 +103,7 @@ def drive(
     folder: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> Conclusion:
-    """Run a whole test and return its conclusion; the logs are in `folder`. payloads[sample][replica] are HTTP
-    requests."""
+    """Run a whole test; its logs are in `folder`. payloads[sample][replica] are HTTP requests."""
     require_installed()
     if not targets:
         raise UnsupportedError("no replica is left for LoadGen: all died during the load before it")
@@ -132,9 +131,15 @@ def _work(
 ) -> None:
     end_with_parent()
     package = importlib.import_module(PACKAGE)
+    # Replicas take turns; None picks the least busy one.
+    replicas: Sequence[int | None] = [None] if terms.shared else range(len(targets))
+    turns = itertools.cycle(replicas)
     with OnDemandClient(targets, terms.cap, terms.timeout_s) as client:
-        system = _System(package, client, payloads, None if terms.shared else len(targets))
-        under_test = package.ConstructSUT(system.issue, _nothing)
+
+        def issue(queries: Sequence[Any]) -> None:
+            client.send([_request(package, query.id, payloads[query.index], next(turns)) for query in queries])
+
+        under_test = package.ConstructSUT(issue, _nothing)
         library = package.ConstructQSL(terms.samples, terms.samples, _nothing, _nothing)
         output, logs = package.LogOutputSettings(), package.LogSettings()
         output.outdir, output.prefix, output.suffix = str(folder), PREFIX, SUFFIX
@@ -152,31 +157,15 @@ def _nothing(*_: object) -> None:
     """Samples are always in memory, and there is nothing to flush."""
 
 
-class _System:
-    """The system under test as LoadGen sees it. replicas: how many take turns; None picks the least busy one."""
+def _request(package: ModuleType, query: int, payloads: Sequence[bytes], replica: int | None) -> OnDemandRequest:
+    def first() -> None:
+        package.FirstTokenComplete([package.QuerySampleResponse(query, 0, 0)])
 
-    def __init__(
-        self, package: ModuleType, client: OnDemandClient, payloads: Sequence[Sequence[bytes]], replicas: int | None
-    ) -> None:
-        self._package, self._client, self._payloads, self._replicas = package, client, payloads, replicas
-        self._issued = 0
+    def ended(tokens: int) -> None:
+        # LoadGen knows no failures and would wait forever: a failed request is an answer without tokens.
+        package.QuerySamplesComplete([package.QuerySampleResponse(query, 0, 0, tokens)])
 
-    def issue(self, queries: Sequence[Any]) -> None:
-        self._client.send([self._request(query.id, query.index) for query in queries])
-
-    def _request(self, query: int, sample: int) -> OnDemandRequest:
-        package = self._package
-        turn = self._issued % self._replicas if self._replicas else None
-        self._issued += 1
-
-        def first() -> None:
-            package.FirstTokenComplete([package.QuerySampleResponse(query, 0, 0)])
-
-        def ended(tokens: int) -> None:
-            # LoadGen knows no failures and would wait forever: a failed request is an answer without tokens.
-            package.QuerySamplesComplete([package.QuerySampleResponse(query, 0, 0, tokens)])
-
-        return OnDemandRequest(payloads=self._payloads[sample], replica=turn, first=first, ended=ended)
+    return OnDemandRequest(payloads=payloads, replica=replica, first=first, ended=ended)
 
 
 def settings_of(package: ModuleType, terms: Terms) -> Any:

@@ -36,45 +36,6 @@ CONNECT_S = 10.0
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Content:
-    """The body without its chunk framing, as it arrives. Use it after the head was read."""
-
-    def __init__(self, response: Response) -> None:
-        self._response = response
-        # Where to continue, how many bytes of the chunk are missing, and how far its size line was searched.
-        self._at = self._left = self._searched = 0
-        self._ended = False
-
-    def more(self) -> bytearray:
-        """What arrived since the last call."""
-        data = self._response.data
-        self._at = max(self._at, self._response.body_at)
-        if not self._response.chunked:
-            content, self._at = data[self._at :], len(data)
-            return content
-        content = bytearray()
-        while self._at < len(data) and not self._ended and (self._left or self._next_chunk()):
-            piece = data[self._at : self._at + self._left]
-            content += piece
-            self._at += len(piece)
-            self._left -= len(piece)
-            # An empty line ends the chunk.
-            self._at += 0 if self._left else len(CRLF)
-        return content
-
-    def _next_chunk(self) -> bool:
-        """Whether the size line of another chunk is complete."""
-        data = self._response.data
-        line_end = data.find(CRLF, max(self._at, self._searched - 1))
-        if line_end < 0:
-            self._searched = len(data)
-            return False
-        self._left = chunk_size(data[self._at : line_end])
-        self._at = line_end + len(CRLF)
-        self._ended = self._left == 0
-        return not self._ended
-
-
 class FirstToken:
     """Finds the first token while the answer still streams. Call `has_come` after each read, until it has.
 
@@ -83,13 +44,16 @@ class FirstToken:
     """
 
     def __init__(self, response: Response) -> None:
-        self._content = Content(response)
+        self._response = response
         self._kept = bytearray()
+        # Where to continue, how many bytes of the chunk are missing, and how far its size line was searched.
+        self._at = self._left = self._searched = 0
+        self._ended = False
 
     def has_come(self) -> bool:
         """Whether an event with content is complete; BrokenResponse if one is too long for a token."""
         kept, carried, last = self._kept, len(self._kept), 0
-        kept += self._content.more()
+        kept += self._content()
         for gap in EMPTY_LINE.finditer(kept, max(0, carried - BEFORE_LAST)):
             data = data_lines(kept[last : gap.start()])
             last = gap.end()
@@ -99,6 +63,31 @@ class FirstToken:
         if len(kept) > LARGEST_EVENT:
             raise BrokenResponse("too_long")
         return False
+
+    def _content(self) -> bytearray:
+        """The body that arrived since the last call, without its chunk framing."""
+        data = self._response.data
+        self._at = max(self._at, self._response.body_at)
+        if not self._response.chunked:
+            content, self._at = data[self._at :], len(data)
+            return content
+        content = bytearray()
+        while self._at < len(data) and not self._ended:
+            if not self._left:
+                line_end = data.find(CRLF, max(self._at, self._searched - 1))
+                if line_end < 0:
+                    self._searched = len(data)
+                    break
+                self._left = chunk_size(data[self._at : line_end])
+                self._at = line_end + len(CRLF)
+                self._ended = self._left == 0
+            piece = data[self._at : self._at + self._left]
+            content += piece
+            self._at += len(piece)
+            self._left -= len(piece)
+            # An empty line ends the chunk.
+            self._at += 0 if self._left else len(CRLF)
+        return content
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,8 +18,7 @@ REFUSALS = 3
 
 
 class ConnectionPool:
-    """Connections of one process: opened ahead of time, reused, and polled together. `connecting` counts those that
-    are not ready for a request yet."""
+    """Connections of one process, opened ahead of time, reused, and polled together. connecting: not ready yet."""
 
     def __init__(self, targets: Sequence[Target], offset_ns: int) -> None:
         self._targets, self._offset_ns = targets, offset_ns
@@ -97,8 +96,7 @@ class ConnectionPool:
 
 
 class ReplicaStates:
-    """Requests of this process on each replica (now, and in total), and which replicas died. most: the most requests
-    in flight on each."""
+    """Requests on each replica (now, and in total), and which replicas died. most: requests in flight on each."""
 
     def __init__(self, replicas: int, most: int | None) -> None:
         self.in_flight = [0] * replicas

@@ -35,8 +35,7 @@ def timestamps() -> array[int]:
 
 
 def longest_body(tokens: int) -> int:
-    """The most bytes that an answer of so many tokens may have. It stops a server that never ends its answers from
-    filling the client's memory."""
+    """The most bytes of an answer, so that a server that never ends its answers does not fill the client's memory."""
     return min(LONGEST_BODY, _BYTES_BESIDES + _BYTES_PER_TOKEN * tokens)
 
 
@@ -227,8 +226,7 @@ class Plan:
         return sha.hexdigest()[:16]
 
     def shares(self, parts: int) -> list[NDArray[np.int64]]:
-        """Entry k goes to part k mod parts, so each part has the same arrival distribution at a fraction of the
-        rate."""
+        """Entry k goes to part k mod parts: the same arrival distribution in each, at a fraction of the rate."""
         return [np.arange(part, len(self), parts) for part in range(parts)]
 
 

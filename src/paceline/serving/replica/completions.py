@@ -192,8 +192,7 @@ class Tokenizer:
 
 
 class TextDecoder:
-    """The text of one answer, piece by piece: each token returns what it adds. An incomplete character waits for the
-    token that completes it."""
+    """The text that each token adds to an answer. An incomplete character waits for the token that completes it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

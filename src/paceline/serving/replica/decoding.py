@@ -35,8 +35,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Decoding:
-    """Rows are slots. `read` and `step` return tokens on this host, in the order of rows. heads: key heads on this
-    device."""
+    """`read` and `step` return tokens on this host, in the order of rows (slots). heads: key heads on this device."""
 
     def __init__(self, model: Any, *, slots: int, length: int, reaches: Sequence[int], heads: int, width: int) -> None:
         self.model, self.length, self.reaches = model, length, tuple(reaches)
@@ -80,8 +79,7 @@ class Decoding:
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Read prompts into slots and return the first token of each answer. Causal attention never sees the padding at
-        the end of a prompt."""
+        """Read prompts into slots and return the first token of each answer. Padding at the end is never attended to."""
         longest = max(len(prompt) for prompt in prompts)
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)

@@ -196,8 +196,7 @@ async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 async def _message_of(models: list[Process], reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message of the first model process; empty if any of them has ended, because the others would wait
-    forever."""
+    """The next message of rank 0; empty if any model process has ended, because the others would wait forever."""
     message = asyncio.ensure_future(_message(reader))
     await _first_of(message, models)
     # A process may have sent the reason just before it ended.

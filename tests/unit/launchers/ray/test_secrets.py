@@ -11,7 +11,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import parse_options
 from paceline.launchers import ray
 from paceline.launchers.kubernetes import options as _kube_options
-from paceline.launchers.slurm import options as _slurm_options
+from paceline.launchers.slurm import script as _slurm_options
 from paceline.launchers.ssh import hosts
 
 HIDDEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
