@@ -53,7 +53,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of objects at the API server. done: the condition of success. child: name of the Job that owns the pods."""
+    """A kind of objects of the API server. done: condition of success. child: name of the Job that owns the pods."""
 
     api: str
     plural: str

@@ -112,7 +112,7 @@ def _shortened(message: str) -> str:
 
 @contextlib.contextmanager
 def reserved(request: Request, report: Callable[[str], None], check: Callable[[], None]) -> Iterator[Any]:
-    """Yield a placement group until the end of the block. While it waits, `report` gets the reason; `check` may raise."""
+    """Yield a placement group until the block ends. While it waits, `report` gets the reason; `check` may raise."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 

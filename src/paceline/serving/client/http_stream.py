@@ -406,7 +406,7 @@ def data_lines(event: bytearray) -> bytes | None:
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed completion. Reads are numbers. reported_tokens: the server's own count. pieces: events with content."""
+    """A streamed completion. Reads are numbers. reported_tokens: the server's count. pieces: events with content."""
 
     first_read: int | None = None
     first_reasoning_read: int | None = None

@@ -79,7 +79,7 @@ class Decoding:
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Read prompts into slots and return the first token of each answer. Padding at the end is never attended to."""
+        """Read prompts into slots and return the first token of each answer. Padding at the end is not attended to."""
         longest = max(len(prompt) for prompt in prompts)
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
