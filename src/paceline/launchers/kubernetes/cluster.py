@@ -14,7 +14,6 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from paceline import __version__
@@ -181,7 +180,7 @@ def survey(cluster: Cluster, chosen: Options, *, limit_s: float, pods: bool = Tr
         # The pods would wait for what is missing.
         yield Diagnosis(name="image", ok=None, text="no pods were started: fix the problems above first")
     elif pods:
-        yield from probe_diagnoses(probe(cluster, chosen, limit_s), chosen)
+        yield from probe_diagnoses(*probe(cluster, chosen, limit_s), chosen)
 
 
 def _version(cluster: Cluster) -> Diagnosis:
@@ -345,16 +344,8 @@ time.sleep(float(os.environ["LINGER_S"]))
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """The reports of the pods, by index. trouble: why some are missing."""
-
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    trouble: str | None = None
-
-
-def probe(cluster: Cluster, chosen: Options, limit_s: float) -> Probe:
-    """Start two pods, read their reports, and remove everything."""
+def probe(cluster: Cluster, chosen: Options, limit_s: float) -> tuple[list[Object], str | None]:
+    """Start two pods and remove everything. Returns the reports of the pods, and why some are missing."""
     name = f"paceline-probe-{secrets.token_hex(4)}"
     try:
         job = cluster.create(_JOB, _probe_job(chosen, name, limit_s))
@@ -378,9 +369,9 @@ def probe(cluster: Cluster, chosen: Options, limit_s: float) -> Probe:
                 if line.startswith(MARK):
                     report = json.loads(line.removeprefix(MARK))
                     reports[int(report["index"])] = report
-        return Probe(reports=reports, trouble=trouble)
+        return [reports[index] for index in sorted(reports)], trouble
     except LaunchError as refusal:
-        return Probe(trouble=str(refusal))
+        return [], str(refusal)
     finally:
         with contextlib.suppress(LaunchError):
             cluster.delete(_JOB, name)
@@ -432,12 +423,11 @@ def _await_end(cluster: Cluster, name: str, limit_s: float) -> str | None:
     return waiting or f"the probe did not end within {limit_s:g} s"
 
 
-def probe_diagnoses(result: Probe, chosen: Options) -> Iterator[Diagnosis]:
+def probe_diagnoses(reports: Sequence[Object], trouble: str | None, chosen: Options) -> Iterator[Diagnosis]:
     """Yield what the pods report about the image, DNS, shared memory and GPUs."""
-    reports = [result.reports[index] for index in sorted(result.reports)]
     if not reports:
         fix = "see `kubectl get events`; check the image's name and whether the cluster may pull it"
-        yield Diagnosis(name="image", ok=False, text=f"{chosen.image}: {result.trouble}", fix=fix)
+        yield Diagnosis(name="image", ok=False, text=f"{chosen.image}: {trouble}", fix=fix)
         return
     versions = sorted({str(report.get("version")) for report in reports})
     if versions == ["None"]:
@@ -451,7 +441,7 @@ def probe_diagnoses(result: Probe, chosen: Options) -> Iterator[Diagnosis]:
     errors = [report.get("name_error", "no answer") for report in reports if "peer" not in report]
     if errors or len(reports) < PODS:
         fix = "check CoreDNS (`kubectl -n kube-system get pods`) and NetworkPolicies that block port 53"
-        count = f"{len(reports)} of {PODS} pods answered" + (f" ({result.trouble})" if result.trouble else "")
+        count = f"{len(reports)} of {PODS} pods answered" + (f" ({trouble})" if trouble else "")
         text = f"pods do not find each other: {errors[0] if errors else count}"
         yield Diagnosis(name="names", ok=False, text=text, fix=fix)
     else:

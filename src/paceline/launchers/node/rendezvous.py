@@ -57,18 +57,11 @@ def join(member: Member, patience_s: float) -> str:
 def _lead(member: Member, patience_s: float) -> str:
     deadline = time.monotonic() + patience_s + MARGIN_S
     arrived: dict[int, socket.socket] = {}
-
-    def close_all() -> None:
-        for peer in arrived.values():
-            peer.close()
-
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(member, min(patience_s, PORT_WAIT_S)))
-        stack.callback(close_all)
+    with _listen(member, min(patience_s, PORT_WAIT_S)) as server, contextlib.ExitStack() as peers:
         while len(arrived) < member.nodes - 1:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                problem = _admit(member, server.accept()[0], arrived)
+                problem = _admit(member, peers.enter_context(server.accept()[0]), arrived)
             except TimeoutError:
                 missing = [str(node) for node in range(1, member.nodes) if node not in arrived]
                 names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")

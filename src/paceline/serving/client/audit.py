@@ -21,8 +21,6 @@ class Verdict:
     cpu_ratio: float
     coalesced_ratio: float | None
     unstamped: int
-    waited_for_cap: int
-    clock_drift_s: float
     reasons: tuple[str, ...]
 
     @property
@@ -53,8 +51,6 @@ def judge(shards: Sequence[ShardResult]) -> Verdict:
         cpu_ratio=facts.cpu_ratio or 0.0,
         coalesced_ratio=sum(result.coalesced for result in results) / pieces if pieces else None,
         unstamped=sum(not result.stamped for result in results if result.first_byte_ns is not None),
-        waited_for_cap=facts.held_back,
-        clock_drift_s=facts.clock_drift_s,
         reasons=tuple(client_audit.reasons(facts)),
     )
 
