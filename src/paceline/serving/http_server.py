@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from http import HTTPStatus
 
 LARGEST_HEAD = 65_536
 LARGEST_BODY = 64 << 20
 # More digits cannot be an accepted length.
 _MOST_DIGITS = 19
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
-REASONS |= {413: "Content Too Large", 429: "Too Many Requests", 500: "Internal Server Error"}
-REASONS |= {503: "Service Unavailable"}
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
@@ -71,8 +69,8 @@ def take_request(received: bytearray) -> Request | None:
 def answer(status: int, value: object, headers: str = "") -> bytes:
     """A complete JSON answer. headers: more lines, each with its line end."""
     body = json.dumps(value).encode()
-    head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}{headers}\r\n".encode() + body
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
 def refusal(refused: Refused) -> bytes:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -141,17 +141,6 @@ def _spec_text(arguments: argparse.Namespace) -> str:
     return os.environ[SPEC]
 
 
-@contextlib.contextmanager
-def run_directory(shared: Path | None, scratch: Path | None, spec_text: str) -> Iterator[Path]:
-    """Yield the shared run directory, or one of this node that is removed afterwards."""
-    if shared is not None:
-        yield shared
-        return
-    with own_folder(scratch) as own:
-        (own / "spec.json").write_text(spec_text)
-        yield own
-
-
 class Node:
     """This node, from its first line of output to its last."""
 
@@ -169,7 +158,11 @@ class Node:
         if self.sender:
             self.output.write_lines([self.sender.hello({"host": self.host, "version": __version__})])
         try:
-            with run_directory(self.arguments.run_dir, self.arguments.scratch, spec_text) as run_dir:
+            # The shared run directory, or one of this node that is removed afterwards.
+            shared: Path | None = self.arguments.run_dir
+            with contextlib.nullcontext(shared) if shared else own_folder(self.arguments.scratch) as run_dir:
+                if shared is None:
+                    (run_dir / "spec.json").write_text(spec_text)
                 code = self.work(run_dir)
                 last = self.farewell(code)
         except OSError as error:

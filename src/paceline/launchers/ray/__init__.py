@@ -150,7 +150,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         processes_per_node=topology.processes_per_node,
         each={"CPU": chosen.cpus, **({"GPU": 1} if topology.device == "cuda" else {}), **(chosen.resources or {})},
         env={**_job.rank_environment(chosen.threads), **{k: str(v) for k, v in (chosen.env or {}).items()}},
-        runner=_job.RUNNER or "paceline.launchers.ray.rank",
+        runner=_job.RUNNER or "paceline.launchers.ray.actor",
         port=chosen.port,
         scratch=chosen.scratch,
         pending_s=chosen.pending_s,

@@ -1,5 +1,8 @@
 """The actor of one rank on its node: runs an agent as a child process and passes on its output.
 
+Under the agent, `python -m paceline.launchers.ray.actor` replaces torchrun: it becomes the one rank of its actor, whose
+variables (RANK, LOCAL_RANK, ...) are already set.
+
 Ray sends this class to the nodes by value, so the module imports nothing of Paceline at its top. A node without the
 package, or with another version of it, can then report that.
 """
@@ -107,3 +110,7 @@ class RankActor:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         return self.read(taken)[0]
+
+
+if __name__ == "__main__":
+    os.execv(sys.executable, [sys.executable, "-m", "paceline.workloads.worker", sys.argv[-1]])
