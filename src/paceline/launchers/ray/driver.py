@@ -328,10 +328,8 @@ def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dic
         status, reason = lost[0]
     elif silent:
         who, code = f"rank {silent[0].rank} on {silent[0].name}", silent[0].code or 0
-        status, reason = (
-            Status.FAILED,
-            f"{who} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}",
-        )
+        status = Status.FAILED
+        reason = f"{who} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
         if code == -signal.SIGKILL:
             reason = f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"
         elif code < 0:

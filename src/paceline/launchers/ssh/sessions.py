@@ -242,9 +242,8 @@ class Sessions:
                 code, name = connection.code, self._names[node]
                 last = connection.complaints[-1][:200] if connection.complaints else None
                 # ssh itself exits with 255, a command killed on the host with 128 plus the signal.
-                why = (
-                    f"the agent on {name} was killed (exit code {code}: by hand, or because the host ran out of memory)"
-                )
+                killed = "by hand, or because the host ran out of memory"
+                why = f"the agent on {name} was killed (exit code {code}: {killed})"
                 if code < 0:
                     why = f"the ssh client to {name} was ended by signal {-code}"
                 elif code == 255:
