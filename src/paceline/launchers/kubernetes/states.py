@@ -45,12 +45,8 @@ DISRUPTED = "DisruptionTarget"
 INDEX = "batch.kubernetes.io/job-completion-index"
 # The kubelet retries, but these do not resolve themselves.
 STUCK = (
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "InvalidImageName",
-    "ErrImageNeverPull",
-    "CreateContainerConfigError",
-    "CreateContainerError",
+    *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
+    *("CreateContainerConfigError", "CreateContainerError"),
 )
 # After a node failed while rank 0 seemed to be in setup: how long rank 0's progress may still be on its way.
 NOTICE_S = 5.0

@@ -26,15 +26,9 @@ COMMAND_S = 90.0
 _WIDTHS = {"JobID": 24, "State": 32, "exit_code": 16, "RestartCnt": 8, "Reason": 160, "NodeList": 4096}
 _FORGOTTEN = "Invalid job id"
 _UNAVAILABLE = (
-    "Unable to contact slurm controller",
-    "Socket timed out",
-    "Connection refused",
-    "Unable to connect",
-    "Zero Bytes were transmitted",
-    "Slurm backup controller in standby mode",
-    "Transport endpoint is not connected",
-    "Slurm temporarily unable",
-    "Resource temporarily unavailable",
+    *("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Unable to connect"),
+    *("Zero Bytes were transmitted", "Slurm backup controller in standby mode", "Slurm temporarily unable"),
+    *("Transport endpoint is not connected", "Resource temporarily unavailable"),
 )
 
 

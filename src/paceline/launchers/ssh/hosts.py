@@ -34,19 +34,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WRITTEN = re.compile(r"(?:(?P<user>[^@].*)@)?(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:@]*))(?::(?P<port>\d+))?")
 
 # The connection never prompts, is not shared, and notices within a minute that the other side is gone.
-_FIXED = {
-    "BatchMode": "yes",
-    "ClearAllForwardings": "yes",
-    "ControlMaster": "no",
-    "ControlPath": "none",
-    "ForwardAgent": "no",
-    "LogLevel": "ERROR",
-    "PermitLocalCommand": "no",
-    "RemoteCommand": "none",
-    "RequestTTY": "no",
-    "ServerAliveCountMax": "3",
-    "ServerAliveInterval": "15",
-}
+_FIXED = (
+    *("BatchMode=yes", "ClearAllForwardings=yes", "ControlMaster=no", "ControlPath=none", "ForwardAgent=no"),
+    *("LogLevel=ERROR", "PermitLocalCommand=no", "RemoteCommand=none", "RequestTTY=no"),
+    *("ServerAliveCountMax=3", "ServerAliveInterval=15"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +203,8 @@ def ssh_command(chosen: Options, host: Host, remote: list[str]) -> list[str]:
         return f"~/{shlex.quote(word[2:])}" if word.startswith("~/") and len(word) > 2 else shlex.quote(word)
 
     words = ["ssh", *_access(chosen, host)]
-    for name, value in {**_FIXED, "ConnectTimeout": str(int(chosen.connect_s))}.items():
-        words += ["-o", f"{name}={value}"]
+    for option in (*_FIXED, f"ConnectTimeout={int(chosen.connect_s)}"):
+        words += ["-o", option]
     words += ["-p", str(host.port)] if host.port else []
     words += ["-l", host.user] if host.user else []
     return [*words, "--", host.host, " ".join(["exec", *map(quoted, remote)])]
