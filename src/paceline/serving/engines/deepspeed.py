@@ -12,16 +12,16 @@ from contextlib import AbstractContextManager
 from paceline.contract import Endpoint, Seat
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.serving.engines import _replica
+from paceline.serving.engines import _server
 
-Options = _replica.ReplicaOptions
+Options = _server.ReplicaOptions
 # It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
 
 
 def check(spec: RunSpec) -> str | None:
-    return _replica.refusal(spec, parse_options(Options, spec.engine))
+    return _server.refusal(spec, parse_options(Options, spec.engine))
 
 
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
-    return _replica.opened(spec, seat, parse_options(Options, spec.engine))
+    return _server.opened(spec, seat, parse_options(Options, spec.engine))

@@ -14,14 +14,14 @@ from paceline.contract import Endpoint, Seat
 from paceline.errors import require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.serving.engines import _replica
+from paceline.serving.engines import _server
 
 # It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
 
 
 @dataclass(frozen=True)
-class Options(_replica.ReplicaOptions):
+class Options(_server.ReplicaOptions):
     """compile: the layers of a decode step use torch.compile; graph: a decode step is one CUDA graph. Both default to
     on for GPUs and off for CPUs. Prompts are read eagerly, as their lengths differ."""
 
@@ -29,7 +29,7 @@ class Options(_replica.ReplicaOptions):
     graph: bool | None = None
 
     def __post_init__(self) -> None:
-        _replica.ReplicaOptions.__post_init__(self)
+        _server.ReplicaOptions.__post_init__(self)
         for name in ("compile", "graph"):
             value = getattr(self, name)
             require(value in (None, True, False), f"transformers.{name}", value, "true or false")
@@ -39,11 +39,11 @@ def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.engine)
     if chosen.graph and spec.topology.device == "cpu":
         return "transformers.graph needs a GPU, but the device is cpu"
-    return _replica.refusal(spec, chosen)
+    return _server.refusal(spec, chosen)
 
 
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     chosen = parse_options(Options, spec.engine)
     on_gpu = seat.device == "cuda"
     compiled, graph = (on_gpu if option is None else option for option in (chosen.compile, chosen.graph))
-    return _replica.opened(spec, seat, chosen, compiled=compiled, graph=graph)
+    return _server.opened(spec, seat, chosen, compiled=compiled, graph=graph)

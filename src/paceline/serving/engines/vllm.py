@@ -27,7 +27,6 @@ from paceline.models import directory
 from paceline.models.arithmetic import known_shape
 from paceline.models.arithmetic import load as load_shape
 from paceline.serving.engines import _server
-from paceline.serving.engines._replica import MEANINGLESS
 
 # It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
@@ -226,7 +225,7 @@ def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -
 
 
 def ignores_eos(spec: RunSpec, chosen: Options) -> bool:
-    meaningless = spec.training.data.name in MEANINGLESS or "/" not in spec.model.name
+    meaningless = spec.training.data.name in _server.MEANINGLESS or "/" not in spec.model.name
     return meaningless if chosen.ignore_eos is None else chosen.ignore_eos
 
 

@@ -15,7 +15,7 @@ from paceline.errors import LaunchError, RequestError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.serving.engines import _replica, _server, deepspeed, transformers
+from paceline.serving.engines import _server, deepspeed, transformers
 from paceline.serving.replica.settings import Settings
 from paceline.workloads import inference
 
@@ -71,7 +71,7 @@ def test_a_replica_listens_at_the_interface_of_the_ranks(
         listening.append(settings.host)
         raise LaunchError("started elsewhere")
 
-    monkeypatch.setattr(_replica, "_process", process)
+    monkeypatch.setattr(_server, "_process", process)
     seat = Seat(rank=0, local_rank=0, world_size=nodes, device="cpu")
     with pytest.raises(LaunchError) as caught, engine.open(make(engine, nodes), seat):
         pass
@@ -97,7 +97,7 @@ def test_a_decode_step_is_compiled_on_gpus_unless_told(
         started.append(settings)
         raise LaunchError("started elsewhere")
 
-    monkeypatch.setattr(_replica, "_process", process)
+    monkeypatch.setattr(_server, "_process", process)
     spec = make(transformers, tensor_parallel=2, **options)
     seat = Seat(rank=1, local_rank=1, world_size=2, device=device)
     with pytest.raises(LaunchError), transformers.open(spec, seat):
