@@ -36,8 +36,8 @@ def begin(out: Path, spec: RunSpec) -> RunSpec:
     return marked
 
 
-def standing(run_dir: Path, spec: RunSpec) -> RunSpec:
-    """The spec with the mark of the unfinished launch in its directory, if there is one."""
+def with_lineage(run_dir: Path, spec: RunSpec) -> RunSpec:
+    """The spec with the lineage of the unfinished launch in its directory, if there is one."""
     if store.is_sealed(run_dir):
         return spec
     with contextlib.suppress(StoreError, RequestError, KeyError, TypeError, ValueError):
@@ -46,7 +46,7 @@ def standing(run_dir: Path, spec: RunSpec) -> RunSpec:
     return spec
 
 
-def goes_on(run_dir: Path, spec: RunSpec) -> bool:
+def can_continue(run_dir: Path, spec: RunSpec) -> bool:
     """Whether a launch whose controller ended may continue from its checkpoints; its open attempt is then closed.
 
     Without checkpoints the launch starts over."""
@@ -92,17 +92,14 @@ def conclude(run_dir: Path, status: str, reason: str | None) -> None:
     the run."""
     if known := ended(run_dir):
         _note(run_dir, len(known) + 1, status, reason)
-        for number in reversed(_contributing_attempts(run_dir)):
+        contributing: tuple[int, ...] = ()
+        # Reading the run will report samples that cannot be read.
+        with contextlib.suppress(StoreError, KeyError, TypeError, ValueError):
+            contributing = samples.read(sorted(run_dir.glob("samples-*.jsonl"))).contributing
+        for number in reversed(contributing):
             for path in (run_dir / RESTARTS / str(number)).glob("machine-*.json"):
                 if not (run_dir / path.name).exists():
                     shutil.copyfile(path, run_dir / path.name)
-
-
-def _contributing_attempts(run_dir: Path) -> tuple[int, ...]:
-    """Attempts that contributed steps; none if samples cannot be read, which reading the run will report."""
-    with contextlib.suppress(StoreError, KeyError, TypeError, ValueError):
-        return samples.read(sorted(run_dir.glob("samples-*.jsonl"))).contributing
-    return ()
 
 
 def started_at(run_dir: Path) -> float | None:
@@ -112,8 +109,12 @@ def started_at(run_dir: Path) -> float | None:
 
 
 def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
-    # An attempt without a controller ended long before this is noticed.
-    now = _last_write(run_dir) if status == INTERRUPTED else time.time()
+    now = time.time()
+    if status == INTERRUPTED:
+        # An attempt without a controller ended before this is noticed: when a file was last written.
+        own = [path for path in run_dir.glob("samples-*[0-9].jsonl") if number_of(path) is None]
+        times = [path.stat().st_mtime for path in (*own, *run_dir.glob("progress-*"), run_dir / JOB)]
+        now = min(max(times), now)
     submitted_at, began_at = _job_times(run_dir)
     line = AttemptSample(
         rank=0,
@@ -126,13 +127,6 @@ def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
     )
     with (run_dir / FILE).open("a") as file:
         file.write(store.sample_line(line))
-
-
-def _last_write(run_dir: Path) -> float:
-    """When the current attempt or its controller last wrote a file."""
-    own = [path for path in run_dir.glob("samples-*[0-9].jsonl") if number_of(path) is None]
-    times = [path.stat().st_mtime for path in (*own, *run_dir.glob("progress-*"), run_dir / JOB)]
-    return min(max(times), time.time())
 
 
 def _job_times(run_dir: Path) -> tuple[float | None, float | None]:

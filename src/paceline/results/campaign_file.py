@@ -1,7 +1,7 @@
-"""A campaign as its folder tells it: what is planned, how each run ended, what runs now, how long the rest may take.
+"""The state of a campaign, read from its directory: the plan, how each run ended, what runs now, the time left.
 
-DIR/<experiment>/campaign.json holds the runs in order, and which process makes them. It is a convenience of whoever
-watches: results are the run folders alone, and a folder without it is read as well as it can be.
+DIR/<experiment>/campaign.json lists the runs in order and the process that runs them. It only serves displays: results
+are the run directories, and a directory without this file can be read too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from paceline.results import safe_text, store
 from paceline.results.records import Status
 
 PLAN = "campaign.json"
-# On another host a process cannot be asked for: whoever has not moved for this long is not called running.
+# A process on another host cannot be checked: after this long without progress it does not count as running.
 FRESH_S = 600.0
-# Enough of a sample file's end for several steps, little enough to read every second beside a run.
+# The end of a sample file that is read: enough for several steps, and fast enough to read every second.
 TAIL_BYTES = 4096
 RECENT_STEPS = 5
-# Before so many of its requests have ended, the time that a served model took to start would be taken for theirs.
-TELLING_SHARE = 0.1
-# Times of files and of processes are rounded by different clocks.
+# With fewer requests finished, the start of the server would dominate the estimate.
+FEWEST_REQUESTS_RATIO = 0.1
+# Times of files and of processes come from clocks with different resolution.
 CLOCK_S = 2.0
 
 
@@ -58,7 +58,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All runs of a campaign in order, and the process that makes them: where it runs and when it began."""
+    """All runs of a campaign in order, and the process that runs them: its host, pid and start time."""
 
     runs: tuple[PlannedRun, ...]
     host: str
@@ -67,10 +67,10 @@ class Plan:
 
     @property
     def is_driven(self) -> bool | None:
-        """Whether its process still lives; None where it is another host's to say."""
+        """Whether its process is alive; None if it is on another host."""
         if self.host != socket.gethostname():
             return None
-        # A number given to a newer process is not the one that wrote the plan.
+        # The pid may belong to a newer process by now.
         began_at = _process_began_at(self.pid)
         return began_at is not None and abs(began_at - self.began_at) < CLOCK_S
 
@@ -94,7 +94,7 @@ def write_plan(experiment: Path, specs: Sequence[RunSpec]) -> None:
 
 
 def read_plan(experiment: Path) -> Plan | None:
-    """None where there is none, or none that can be read: it only adds to what the run folders say."""
+    """The plan; None if there is none or it cannot be read, because the run directories suffice."""
     try:
         raw = store.read_json(experiment / PLAN)
         runs = tuple(PlannedRun(**run) for run in raw["runs"])
@@ -103,16 +103,16 @@ def read_plan(experiment: Path) -> Plan | None:
         return None
 
 
-# --- the run of this moment ---
+# --- the current run ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """A run under way: the rank furthest behind, the last steps of rank 0, the most memory any rank has held.
+    """A run in progress: the position of the slowest rank, the last steps of rank 0, the highest memory of any rank.
 
-    step counts from 0; steps is None for workloads without optimizer steps. Rates are of the last few steps, without
-    any warm-up rule: a look, not a measurement. note is what the workload says in words of its own. Of a served model
-    rank 0 speaks, which asks; the others only hold their replicas.
+    step counts from 0; steps is None for workloads without optimizer steps. Rates cover the last few steps and ignore
+    warm-up: they are for display only. note is free text of the workload. An inference run shows rank 0, which sends
+    the requests; the other ranks only run replicas.
     """
 
     spec: RunSpec
@@ -136,30 +136,30 @@ class Pulse:
 
     @property
     def left_s(self) -> float | None:
-        """Time for the steps that are left, by the last ones; of a served model for the requests that are left, by all
-        so far and the start before them, once enough of them have ended to tell."""
+        """Time for the remaining steps at the recent rate. For an inference run, time for the remaining requests at the
+        mean rate since the start, once enough of them have finished."""
         if self.spec.is_trained:
             return max(self.spec.steps - self.step, 0) * self.step_s if self.step_s else None
         whole = requests_planned(self.spec)
-        if whole is None or self.phase != "timing" or self.step < TELLING_SHARE * whole:
+        if whole is None or self.phase != "timing" or self.step < FEWEST_REQUESTS_RATIO * whole:
             return None
         return max(self.beat - self.began_at, 0.0) / self.step * max(whole - self.step, 0)
 
 
 def requests_planned(spec: RunSpec) -> int | None:
-    """Of all loads of a run; None where time or the answers decide how many they are."""
-    asked, engine = spec.serving, spec.engine
-    if asked is None or engine is None or asked.requests is None or asked.least_s or asked.loadgen != "own":
+    """The number of requests of all loads of a run; None if time or the answers decide it."""
+    serving, engine = spec.serving, spec.engine
+    if serving is None or engine is None or serving.requests is None or serving.least_s or serving.loadgen != "own":
         return None
-    if asked.scenario in STAGED_SCENARIOS:
+    if serving.scenario in STAGED_SCENARIOS:
         return None
     urls = engine.options.get("urls")
     replicas = len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
-    return asked.requests * (2 * replicas if asked.partition == "paired" else 1)
+    return serving.requests * (2 * replicas if serving.partition == "paired" else 1)
 
 
 def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]) -> Pulse | None:
-    """None before any rank has started."""
+    """The state of a run in progress; None before any rank has started."""
     if not positions:
         return None
     behind = min(positions, key=lambda p: p.rank if spec.serving else (p.step, p.beat))
@@ -170,7 +170,7 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         spec=spec,
         began_at=(run_dir / "spec.json").stat().st_mtime,
         rank=behind.rank,
-        # After the window come steps that are watched by other means; requests are no steps.
+        # Profiled steps follow the window; requests are not steps.
         step=behind.step if spec.serving else min(behind.step, spec.steps),
         phase=behind.phase,
         beat=max(p.beat for p in positions),
@@ -182,7 +182,7 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
 
 
 def _recent_steps(path: Path) -> list[Mapping[str, Any]]:
-    """The last few step samples of a file that is being written; whatever is cut off at either end is not looked at."""
+    """The last few step samples of a file that is being written; incomplete lines are ignored."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -194,23 +194,23 @@ def _recent_steps(path: Path) -> list[Mapping[str, Any]]:
     return [row for row in rows if row.get("kind") == "step"][-RECENT_STEPS:]
 
 
-# --- how long the rest may take ---
+# --- the time left ---
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """How a run ended, and its wall time from its folder's making to its seal."""
+    """How a run ended, and its wall time from start to end."""
 
     status: str
     seconds: float
 
 
 def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse: Pulse | None) -> float | None:
-    """Seconds to the end of the plan; None while it holds a run like none that was seen.
+    """Seconds to the end of the plan; None if the duration of a run cannot be estimated yet.
 
-    A run is expected to take the mean of its own cell's repeats, however they ended; else of ended-ok runs of the same
-    workload, model and number of processes; else of the same workload. The one under way counts by its last steps or
-    requests; one that tells of neither and already takes longer than expected is like none that was seen.
+    A run is expected to take the mean of the repeats of its cell, however they ended; else of ok runs of the same
+    workload, model and number of processes; else of ok runs of the same workload. The current run is estimated by its
+    recent steps or requests. Without these, and if it already takes longer than expected, there is no estimate.
     """
     planned = tuple(runs)
     current = PlannedRun.of(pulse.spec) if pulse else None
@@ -247,15 +247,14 @@ def _expected_s(run: PlannedRun, seen: Sequence[tuple[PlannedRun, EndedRun]]) ->
     return next((fmean(seconds) for seconds in tiers if seconds), None)
 
 
-# --- the whole folder ---
+# --- the whole directory ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignView:
-    """One experiment at this moment. planned is None where the folder does not tell; ended counts runs by status, of
-    the plan where there is one. waiting says of runs whose job the engine has not begun why. interrupted are runs that
-    began and nobody watches to their end; left_jobs says of those whose job may outlive its controller where that is.
-    """
+    """The state of one experiment. planned is None without a plan. ended counts runs by status, with a plan only its
+    runs. waiting has the reason for each run whose job has not started. interrupted lists runs that started and have
+    no controller any more; left_jobs says for these where a job may still run."""
 
     experiment: Path
     planned: int | None
@@ -270,7 +269,7 @@ class CampaignView:
 
 
 def read_views(out: Path) -> tuple[CampaignView, ...]:
-    """Every experiment at or below a folder, by name."""
+    """Every experiment at or below a directory, by name."""
     planned = {path.parent for path in out.glob(PLAN)} | {path.parent for path in out.glob(f"*/{PLAN}")}
     return tuple(map(read_view, sorted(planned | {path.parent for path in store.run_dirs(out)})))
 
@@ -281,20 +280,24 @@ def read_view(experiment: Path) -> CampaignView:
     wanted = {run.run for run in plan.runs} if plan else None
     dirs = [path for path in store.run_dirs(experiment) if wanted is None or path.name in wanted]
     ended = {path.name: end for path in dirs if (end := read_end(path)) is not None}
-    unsealed = {path: _pulse_of(path) for path in dirs if path.name not in ended}
-    alive = [path for path, pulse in unsealed.items() if _is_under_way(path, pulse, plan, driven)]
-    # What ranks left before their job went back into the queue is of an earlier attempt.
+    unfinished: dict[Path, Pulse | None] = {path: None for path in dirs if path.name not in ended}
+    for path in unfinished:
+        with contextlib.suppress(PacelineError, OSError, KeyError, TypeError, ValueError):
+            unfinished[path] = read_pulse(path, store.read_spec(path), store.read_progress(path))
+    alive = [path for path, pulse in unfinished.items() if _is_under_way(path, pulse, plan, driven)]
+    # Progress files of a job that went back into the queue belong to an earlier attempt.
     waiting = {path: why for path in alive if (why := _waiting(path)) is not None}
-    pulses = tuple(pulse for path in alive if path not in waiting and (pulse := unsealed[path]) is not None)
+    started = {path: unfinished[path] for path in alive if path not in waiting}
+    pulses = tuple(pulse for pulse in started.values() if pulse is not None)
     complete = plan is not None and len(ended) == len(plan.runs)
     running = bool(pulses or waiting) or (bool(driven) and not complete)
-    left = [path for path in unsealed if path not in alive]
+    left = [path for path in unfinished if path not in alive]
     return CampaignView(
         experiment=Path(safe_text.text(str(experiment))),
         planned=len(plan.runs) if plan else None,
         ended=dict(sorted(Counter(end.status for end in ended.values()).items())),
         pulses=pulses,
-        starting=tuple(safe_text.text(path.name) for path in alive if unsealed[path] is None and path not in waiting),
+        starting=tuple(safe_text.text(path.name) for path, pulse in started.items() if pulse is None),
         interrupted=tuple(safe_text.text(path.name) for path in left),
         running=running,
         left_s=forecast_s(plan.runs, ended, next(iter(pulses), None)) if plan and running else None,
@@ -304,48 +307,47 @@ def read_view(experiment: Path) -> CampaignView:
 
 
 def _is_under_way(run_dir: Path, pulse: Pulse | None, plan: Plan | None, driven: bool | None) -> bool:
-    """Moved since the process began that is at work now; where that cannot be asked, by how lately the run moved."""
+    """Whether the run is in progress: it was written since the controller started, and the controller is alive. If the
+    controller cannot be checked, whether the run made progress recently."""
     if plan is not None and _touched_at(run_dir) < plan.began_at - CLOCK_S:
-        return False  # left by an earlier campaign; the present one will come to it
+        return False  # left by an earlier campaign; the current one has not reached it
     if driven is not None:
         return driven
-    heard_at = _touched_at(run_dir) if _waiting(run_dir) else pulse.beat if pulse else None
-    if heard_at is None or time.time() - heard_at > FRESH_S:
+    last = _touched_at(run_dir) if _waiting(run_dir) else pulse.beat if pulse else None
+    if last is None or time.time() - last > FRESH_S:
         return False
-    ours = plan is None and not any(_process_began_at(p.pid) for p in store.read_progress(run_dir))
-    return not ours
+    return plan is not None or any(_process_began_at(p.pid) for p in store.read_progress(run_dir))
 
 
 def _touched_at(run_dir: Path) -> float:
-    """When a run last was begun, started again or heard of. A run that goes on keeps the spec.json of its first start,
-    and one that is adopted its job.json too. Times of files, as beats are by the clocks of nodes."""
-    asked = (run_dir / "spec.json", run_dir / store.JOB)
-    return _newest([*asked, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")])
+    """When a run was last started or made progress. A continued run keeps the spec.json of its first start, and an
+    adopted one also its job.json. Uses file times, because the times in progress files come from clocks of nodes."""
+    own = (run_dir / "spec.json", run_dir / store.JOB)
+    return _newest([*own, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")])
 
 
 def _newest(paths: Iterable[Path]) -> float:
     times = [0.0]
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # a restart sets files aside meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a restart may move files aside meanwhile
             times.append(path.stat().st_mtime)
     return max(times)
 
 
 def _waiting(run_dir: Path) -> str | None:
-    """Why the engine has not begun the job, as its controller last wrote it down; None for one that has begun. Ranks
-    that moved since are the newer word: a controller that died meanwhile takes its note back no more."""
+    """Why the job has not started, as its controller last recorded; None if it has started. Newer progress files win:
+    a controller that died can no longer remove its note."""
     try:
-        why, told_at = store.read_json(run_dir / store.JOB).get("waiting"), _newest([run_dir / store.JOB])
+        why, noted_at = store.read_json(run_dir / store.JOB).get("waiting"), _newest([run_dir / store.JOB])
     except (PacelineError, AttributeError):
         return None
-    if not isinstance(why, str) or _newest(run_dir.glob("progress-*")) > told_at:
+    if not isinstance(why, str) or _newest(run_dir.glob("progress-*")) > noted_at:
         return None
     return safe_text.text(why)
 
 
 def _left_job(run_dir: Path) -> str | None:
-    """`its job NAME may still run on slurm`, or was waiting there; None where a job ends with its controller, as those
-    of local, ssh and ray."""
+    """`its job NAME may still run on slurm`; None if the job ends with its controller (local, ssh, ray)."""
     try:
         job = store.read_json(run_dir / store.JOB)
         engine = Choice.parse(str(job["launcher"])).name
@@ -355,7 +357,7 @@ def _left_job(run_dir: Path) -> str | None:
         return None
     handle = job.get("handle")
     name = handle.get("job_id") or handle.get("name") if isinstance(handle, Mapping) else None
-    # Without a handle the controller died while it handed the job over.
+    # Without a handle, the controller died while it submitted the job.
     called = f"its job{f' {name}' if name else ''}"
     if _waiting(run_dir):
         return safe_text.text(f"{called} was waiting on {engine} when last seen, and may run by now")
@@ -363,7 +365,7 @@ def _left_job(run_dir: Path) -> str | None:
 
 
 def read_end(run_dir: Path) -> EndedRun | None:
-    """How a run ended and how long it took; None where it has not, status `damaged` where its seal cannot be read."""
+    """How a run ended and how long it took; None if it has not ended, status `damaged` if status.json is unreadable."""
     if not store.is_sealed(run_dir):
         return None
     try:
@@ -371,10 +373,3 @@ def read_end(run_dir: Path) -> EndedRun | None:
         return EndedRun(str(raw["status"]), float(raw["ended_at"]) - float(raw["started_at"]))
     except (PacelineError, KeyError, TypeError, ValueError):
         return EndedRun("damaged", 0.0)
-
-
-def _pulse_of(run_dir: Path) -> Pulse | None:
-    try:
-        return read_pulse(run_dir, store.read_spec(run_dir), store.read_progress(run_dir))
-    except (PacelineError, OSError, KeyError, TypeError, ValueError):
-        return None

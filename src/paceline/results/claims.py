@@ -30,24 +30,24 @@ COLUMNS = (*TEXTS, *COUNTS, *OPTIONAL_COUNTS, "precision", *NUMBERS)
 
 
 def import_table(path: Path, out: Path) -> tuple[Path, int]:
-    """Write one sealed folder per row below OUT; returns the experiment's folder and the number of runs.
+    """Write one run directory per row below `out`; returns the directory of the experiment and the number of runs.
 
     The whole table is checked before anything is written.
     """
     rows = _read(path)
     experiment = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "claimed"
-    understood = [(_spec(where, row, experiment), _claims(where, row)) for where, row in rows]
+    parsed = [(_spec(where, row, experiment), _claims(where, row)) for where, row in rows]
     seen: dict[str, str] = {}
-    for (where, _), (spec, _) in zip(rows, understood, strict=True):
+    for (where, _), (spec, _) in zip(rows, parsed, strict=True):
         known = seen.setdefault(spec.run_id, where)
         require(known == where, where, f"the run of {known}", "every run once")
     stated_at = path.stat().st_mtime
-    for spec, claims in understood:
+    for spec, claims in parsed:
         run_dir = store.create(out, spec)
         (run_dir / "samples-0.jsonl").write_text("".join(map(store.sample_line, claims)))
         why = f"claimed by {claims[0].source}, not measured: no samples, no interval, no certificate"
         store.seal(run_dir, Status.CLAIMED, why, stated_at, stated_at)
-    return out / experiment, len(understood)
+    return out / experiment, len(parsed)
 
 
 def _read(path: Path) -> list[tuple[str, Mapping[str, str]]]:
@@ -55,25 +55,22 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, str]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{str(path)!r} was given, which cannot be read ({error}); accepted is a CSV file") from None
+        raise RequestError(f"import: got {str(path)!r}, which cannot be read ({error}), expected a CSV file.") from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     table = list(csv.reader(line for _, line in numbered))
     header = table[0] if table else []
     unknown = [name for name in header if name not in COLUMNS]
-    missing = [name for name in (*TEXTS, *COUNTS, "tokens_per_s") if name not in header]
+    needed = (*TEXTS, *COUNTS, "tokens_per_s")
+    complete = set(needed) <= set(header) and len(set(header)) == len(header)
     require(not unknown, f"{path}, columns", ", ".join(unknown), ", ".join(COLUMNS))
-    require(not missing and len(set(header)) == len(header), f"{path}, columns", header, f"once each {_needed()}")
-    found: list[tuple[str, Mapping[str, str]]] = []
+    require(complete, f"{path}, columns", header, f"each once: {', '.join(needed)}")
+    rows: list[tuple[str, Mapping[str, str]]] = []
     for (number, _), cells in zip(numbered[1:], table[1:], strict=True):
         where = f"{path}, line {number}"
         require(len(cells) == len(header), where, f"{len(cells)} cells", f"{len(header)}, as in the header")
-        found.append((where, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}))
-    require(bool(found), str(path), "no row", "a header and one row or more")
-    return found
-
-
-def _needed() -> str:
-    return ", ".join((*TEXTS, *COUNTS, "tokens_per_s"))
+        rows.append((where, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}))
+    require(bool(rows), str(path), "no row", "a header and one row or more")
+    return rows
 
 
 def _spec(where: str, row: Mapping[str, str], experiment: str) -> RunSpec:

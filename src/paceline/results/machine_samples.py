@@ -59,7 +59,7 @@ class KernelSample:
     (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
     own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
     result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations. repeat
-    counts how often the same row was measured before, where it is measured more than once.
+    counts earlier measurements of the same row.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -86,8 +86,8 @@ SPEED_RATIO, MEMORY_RATIO, TEMPERATURE_C = 0.05, 0.02, 10.0
 class ProductSample:
     """A product of whole numbers whose every element is known beforehand, compared element by element.
 
-    sides are m, n and k. wrong counts the elements that differ; place (row, column), found and expected are the first
-    one's, None where all are right.
+    sides are m, n and k. wrong counts the elements that differ; place (row, column), found and expected describe the
+    first of them, None if there is none.
     """
 
     kind: ClassVar[str] = "product"
@@ -103,9 +103,8 @@ class ProductSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySample:
-    """The same seeded steps, taken by every rank for itself with deterministic kernels: the loss of each, exact to the
-    bit, and a digest of the weights after the last. turn 0 is before the timed work, turn 1 after it, from new weights.
-    """
+    """Seeded steps that every rank repeats alone with deterministic kernels: the exact loss of each step, and a digest
+    of the final weights. turn 0 is before the timed work, turn 1 after it, from new weights."""
 
     kind: ClassVar[str] = "trajectory"
     rank: int

@@ -1,7 +1,7 @@
-"""The components of one rank's memory, as arithmetic: no measuring, no torch.
+"""The components of one rank's memory, by arithmetic without torch.
 
-The same five numbers give the components whoever observed them: the allocator of a GPU, the ledger on a CPU, or a
-rehearsal on fake tensors. They are the live bytes at four moments of one steady step, and its peak.
+They follow from five numbers: the live bytes at four moments of one steady step, and its peak. The source may be the
+allocator of a GPU, the counter of live tensors on a CPU, or a dry run on fake tensors.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from paceline.results.records import ComponentSample
 
-# In the order in which they are stacked and listed.
+# In display order.
 COMPONENTS = ("parameters", "optimizer", "gradients", "communication", "activations", "other")
-# begin: before the first forward of the step; forward: after it; backward: after the last one; update: step taken.
+# begin: before the first forward of a step; forward: after it; backward: after the last one; update: after the step.
 MOMENTS = ("begin", "forward", "backward", "update")
-# Left free by advice: predictions leave out fragmentation, and scratch memory of kernels (docs/memory.md).
+# Share that advice leaves free: predictions do not include fragmentation and scratch memory (docs/memory.md).
 SPARE_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Tensors a trainer owns on this rank: sizes of distinct storages. Shards count as what is local.
+class OwnedBytes:
+    """Bytes of the tensors that a trainer owns on this rank, by distinct storage; of shards only the local part.
 
-    optimizer holds moments and master weights; gradients what stands in `.grad` or in the strategy's buffers after the
-    last backward; standing_gradients is the part of it that is kept between steps (DDP's buckets).
+    optimizer: moments and master weights. gradients: `.grad` or the strategy's buffers after the last backward.
+    standing_gradients: the part of these that is kept between steps (DDP's buckets).
     """
 
     parameters: int
@@ -33,28 +33,28 @@ class Held:
     standing_gradients: int = 0
 
 
-def components(moments: Mapping[str, int | None], peak: int | None, held: Held | None) -> dict[str, int | None]:
-    """Each component at its largest, and the peak; None if the data is not sufficient.
+def components(moments: Mapping[str, int | None], peak: int | None, owned: OwnedBytes | None) -> dict[str, int | None]:
+    """The maximum of each component, and the peak; None if the data is not sufficient.
 
-    activations: what the forward of one micro batch leaves for its backward. gradients: what the backwards of a step
-    leave, or the standing buffers if these are larger. communication: what else is kept between steps. other: what the
-    peak holds beyond all of these: temporaries of operators, gathered weights, workspaces. Gradients grow while
-    activations go, so not all are there at one moment, and other is 0 where the sum exceeds the peak.
+    activations: stored by the forward of one micro batch for its backward. gradients: after the backwards of a step, or
+    the permanent buffers if these are larger. communication: what else is kept between steps. other: the rest of the
+    peak (temporaries of operators, gathered weights, workspaces). Gradients grow while activations are freed, so the
+    maxima are not simultaneous, and other is 0 if their sum exceeds the peak.
     """
     begin, forward, backward = (moments.get(name) for name in ("begin", "forward", "backward"))
-    found: dict[str, int | None] = dict.fromkeys((*COMPONENTS, "peak"))
-    found["peak"] = peak
-    if begin is None or forward is None or backward is None or held is None or peak is None:
-        return found
-    found |= {
-        "parameters": held.parameters,
-        "optimizer": held.optimizer,
-        "gradients": max(held.gradients, backward - begin, 0),
-        "communication": max(begin - held.parameters - held.optimizer - held.standing_gradients, 0),
+    result: dict[str, int | None] = dict.fromkeys((*COMPONENTS, "peak"))
+    result["peak"] = peak
+    if begin is None or forward is None or backward is None or owned is None or peak is None:
+        return result
+    result |= {
+        "parameters": owned.parameters,
+        "optimizer": owned.optimizer,
+        "gradients": max(owned.gradients, backward - begin, 0),
+        "communication": max(begin - owned.parameters - owned.optimizer - owned.standing_gradients, 0),
         "activations": max(forward - begin, 0),
     }
-    found["other"] = max(peak - sum(value for name in COMPONENTS if (value := found[name]) is not None), 0)
-    return found
+    result["other"] = max(peak - sum(value for name in COMPONENTS if (value := result[name]) is not None), 0)
+    return result
 
 
 def room_bytes(samples: Iterable[ComponentSample]) -> int | None:
@@ -63,9 +63,9 @@ def room_bytes(samples: Iterable[ComponentSample]) -> int | None:
 
 
 def goal_bytes(room: int, own_peak: int | None) -> int:
-    """What a changed run may hold at its peak to be called fitting: SPARE_RATIO less than there is.
+    """The highest predicted peak that counts as fitting: SPARE_RATIO below the available memory.
 
-    A run that was predicted to fit and did not has shown that less must do: then less than its own prediction.
+    If the run was predicted to fit but did not, SPARE_RATIO below its own prediction.
     """
     return int((1 - SPARE_RATIO) * (room if own_peak is None else min(room, own_peak)))
 
@@ -76,15 +76,15 @@ def predicted_peaks(samples: Iterable[ComponentSample]) -> dict[int, int]:
 
 
 def largest_fitting(peaks: Mapping[int, int], capacity_bytes: int, most: int) -> int | None:
-    """The largest micro batch up to `most` whose peak fits, by straight lines through known peaks; 0 when none does.
+    """The largest micro batch up to `most` whose peak fits, by interpolation between known peaks; 0 if none fits.
 
-    The peak is the highest of moments that each grow linearly with the micro batch, so a line through two neighbouring
-    points is exact where one moment dominates. None with fewer than two points.
+    The live bytes at each moment grow linearly with the micro batch, so the line through two neighbouring points is
+    exact if the same moment is the peak at both. None with fewer than two points.
     """
     if len(peaks) < 2:
         return None
     known = sorted(peaks)
-    # The two points that enclose the capacity; beyond the last, its line goes on.
+    # The two points around the capacity; beyond the last point its line is extrapolated.
     above = next((i for i, size in enumerate(known) if peaks[size] > capacity_bytes), len(known) - 1)
     right = max(above, 1)
     x0, x1 = known[right - 1], known[right]

@@ -18,13 +18,6 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 from paceline.errors import StoreError
 from paceline.results import safe_text
-from paceline.results.machine_samples import (
-    CollectiveSample,
-    KernelSample,
-    OverlapSample,
-    ProductSample,
-    TrajectorySample,
-)
 from paceline.results.records import (
     SAMPLE_TYPES,
     AttemptSample,
@@ -34,7 +27,6 @@ from paceline.results.records import (
     StartSample,
     StepSample,
 )
-from paceline.results.served_samples import LoadgenSample, RequestSample
 
 Column: TypeAlias = "array[int] | array[float] | list[Any]"
 
@@ -104,16 +96,9 @@ def _column(values: Sequence[Any], codes: str) -> Column:
 # --- lines ---
 
 # Samples with a tuple, which JSON stores as a list.
-_WITH_SERIES = (
-    CollectiveSample,
-    OverlapSample,
-    KernelSample,
-    GaugeSample,
-    ProductSample,
-    TrajectorySample,
-    RequestSample,
-    LoadgenSample,
-)
+_WITH_SERIES = {
+    sample for sample in SAMPLE_TYPES.values() if any("tuple[" in field.type for field in dataclasses.fields(sample))
+}
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
@@ -128,24 +113,20 @@ _step_values = itemgetter(*StepSeries.FIELDS)
 def collect(path: Path, steps: list[Sequence[Any]], others: list[Sample]) -> None:
     """Append the samples of one rank, steps as plain values: one object per step would take longer than reading."""
     rows = _rows(path)
-    values = _values_of_steps(rows)
-    if values is None:
-        every = [_sample(row) for row in rows]
-        steps += [StepSeries.values_of(sample) for sample in every if isinstance(sample, StepSample)]
-        others += [sample for sample in every if not isinstance(sample, StepSample)]
-    else:
-        steps += values
-        others += [_sample(row) for row in rows if row["kind"] != StepSample.kind]
-
-
-def _values_of_steps(rows: Sequence[Any]) -> list[Sequence[Any]] | None:
-    """None unless every row has a kind and every step exactly its fields; `_sample` then reports what is wrong."""
     try:
         own = [row for row in rows if row["kind"] == StepSample.kind]
         values = list(map(_step_values, own))
+        is_whole = sum(map(len, own)) == _WHOLE_STEP * len(own)
     except (KeyError, TypeError):
-        return None
-    return values if sum(map(len, own)) == _WHOLE_STEP * len(own) else None
+        is_whole = False
+    if is_whole:
+        steps += values
+        others += [_sample(row) for row in rows if row["kind"] != StepSample.kind]
+    else:
+        # A row lacks its kind, or a step has other fields: `_sample` reports what is wrong.
+        every = [_sample(row) for row in rows]
+        steps += [StepSeries.values_of(sample) for sample in every if isinstance(sample, StepSample)]
+        others += [sample for sample in every if not isinstance(sample, StepSample)]
 
 
 def _sample(row: Any) -> Sample:
@@ -156,28 +137,23 @@ def _sample(row: Any) -> Sample:
 
 
 def _rows(path: Path) -> list[Any]:
+    from pydantic_core import from_json
+
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
     # One parse of the joined lines is several times faster than one per line.
     whole = text[: max(text.rfind("\n"), 0)]
+    joined = "[" + whole.replace("\n", ",") + "]"
     try:
-        rows = _parse("[" + whole.replace("\n", ",") + "]")
+        try:
+            rows: list[Any] = from_json(joined)  # takes half the time of the standard library
+        except ValueError:
+            rows = json.loads(joined)  # accepts more, such as NaN
         return rows if safe_text.is_plain(whole) else list(map(safe_text.value, rows))
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path.parent}: {path.name} is damaged ({error})") from None
-
-
-def _parse(text: str) -> list[Any]:
-    """Parsed in half the time of the standard library, which parses what the faster parser rejects."""
-    from pydantic_core import from_json
-
-    try:
-        rows: list[Any] = from_json(text)
-    except ValueError:
-        rows = json.loads(text)
-    return rows
 
 
 # --- attempts ---
@@ -225,31 +201,25 @@ def read(paths: Iterable[Path]) -> Joined:
 
 
 def join(attempts: Mapping[int, Attempt]) -> Joined:
-    """Join attempts by number, from the last to the first. The last measurement of a step counts."""
-    steps: list[Sequence[Any]] = []
-    redone: list[Sequence[Any]] = []
-    others: list[Sample] = []
-    contributing: tuple[int, ...] = ()
+    """Join attempts by number, from the last to the first. The last measurement of a step counts.
+
+    Starts, checkpoints and gauges of every attempt are kept; memory, traffic and profiles of the last one only.
+    """
+    joined = Joined([], [], [])
     again_from = None
     last = max(attempts)
     for number, attempt in reversed(list(attempts.items())):
         kept = [row for row in attempt.steps if again_from is None or row[_STEP] < again_from]
-        redone += [row for row in attempt.steps if again_from is not None and row[_STEP] >= again_from]
-        steps = kept + steps
-        contributing = (number, *contributing) if kept else contributing
-        others = [*_still_valid(attempt.others, number, number == last), *others]
+        redone = [row for row in attempt.steps if again_from is not None and row[_STEP] >= again_from]
+        valid: list[Sample] = []
+        for sample in attempt.others:
+            if isinstance(sample, StartSample | CheckpointSample):
+                valid.append(dataclasses.replace(sample, attempt=number))
+            elif number == last or isinstance(sample, GaugeSample):
+                valid.append(sample)
+        contributing = (number, *joined.contributing) if kept else joined.contributing
+        joined = Joined(kept + joined.steps, joined.redone + redone, valid + joined.others, contributing)
         began = min((row[_STEP] for row in attempt.steps), default=None)
         if began is not None:
             again_from = began if again_from is None else min(again_from, began)
-    return Joined(steps, redone, others, contributing)
-
-
-def _still_valid(samples: Iterable[Sample], number: int, is_last: bool) -> list[Sample]:
-    """Starts, checkpoints and gauges of every attempt; memory, traffic and profiles of the last one only."""
-    valid: list[Sample] = []
-    for sample in samples:
-        if isinstance(sample, StartSample | CheckpointSample):
-            valid.append(dataclasses.replace(sample, attempt=number))
-        elif is_last or isinstance(sample, GaugeSample):
-            valid.append(sample)
-    return valid
+    return joined

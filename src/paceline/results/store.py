@@ -43,7 +43,7 @@ from paceline.host import redaction
 from paceline.host.files import write_atomically
 from paceline.host.processes import end_with_parent
 from paceline.results import safe_text, samples
-from paceline.results.records import SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
+from paceline.results.records import SAMPLE_TYPES, SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
 from paceline.results.samples import StepSeries
 
 PHASES = (
@@ -65,6 +65,9 @@ _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
 # Files of ranks besides samples and progress, moved aside so that they do not pass for those of a later attempt.
 LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
+# With fewer runs, starting processes takes longer than it saves.
+PARALLEL_FROM = 100
+MOST_READERS = 8
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -82,25 +85,19 @@ def create(out: Path, spec: RunSpec) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"--out: cannot create a directory in {str(out)!r} ({error.strerror}).") from None
-    _set_aside(run_dir)
-    write_json(run_dir / "spec.json", spec.to_dict())
-    return run_dir
-
-
-def _set_aside(run_dir: Path) -> None:
     # Nothing continues from these checkpoints, and they are large.
     shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
-    left = [path for path in run_dir.iterdir() if path.name != "attempts"]
-    if not left:
-        return
-    attempts = run_dir / "attempts"
-    attempts.mkdir(exist_ok=True)
-    # Other names in there belong to users or to a scheduler.
-    known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
-    target = attempts / str(max(known, default=0) + 1)
-    target.mkdir()
-    for path in left:
-        path.rename(target / path.name)
+    if left := [path for path in run_dir.iterdir() if path.name != "attempts"]:
+        attempts = run_dir / "attempts"
+        attempts.mkdir(exist_ok=True)
+        # Other names in there belong to users or to a scheduler.
+        known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+        target = attempts / str(max(known, default=0) + 1)
+        target.mkdir()
+        for path in left:
+            path.rename(target / path.name)
+    write_json(run_dir / "spec.json", spec.to_dict())
+    return run_dir
 
 
 def seal(
@@ -184,28 +181,28 @@ class ProgressFile:
 
 def read_progress(run_dir: Path) -> tuple[Progress, ...]:
     """The progress of every rank that has started, in rank order."""
-    found = []
+    positions = []
     for path in run_dir.glob("progress-*"):
         raw = path.read_bytes()
         if len(raw) == _PROGRESS.size:
             pid, step, phase, beat, loss, peak, note = _PROGRESS.unpack(raw)
-            rank, held = int(path.name.rpartition("-")[2]), None if math.isnan(peak) else int(peak)
+            rank, peak_bytes = int(path.name.rpartition("-")[2]), None if math.isnan(peak) else int(peak)
             words = note.rstrip(b"\0").decode(errors="ignore")
-            found.append(Progress(rank, pid, step, PHASES[phase], beat, loss, held, words))
-    return tuple(sorted(found, key=lambda p: p.rank))
+            positions.append(Progress(rank, pid, step, PHASES[phase], beat, loss, peak_bytes, words))
+    return tuple(sorted(positions, key=lambda p: p.rank))
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """The record of a sealed run directory; StoreError if the directory is not one."""
+    """The record of a finished run; StoreError if it is not finished or cannot be read."""
     if not is_sealed(run_dir):
-        raise StoreError(f"{run_dir}: not sealed (still running, or interrupted)")
+        raise StoreError(f"{run_dir}: not finished (running or interrupted)")
     status = read_json(run_dir / "status.json")
     try:
-        found = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
-        return dataclasses.replace(found, lost_nodes=tuple(map(int, status.get("lost_nodes", ()))))
+        record = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
+        return dataclasses.replace(record, lost_nodes=tuple(map(int, status.get("lost_nodes", ()))))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
     except RequestError as error:
@@ -213,7 +210,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecord:
-    """The record of an unsealed run, which the controller reads before it decides the status."""
+    """The record of a run without status.json, which the controller reads before it decides the status."""
     return _assemble(run_dir, Status.OK, None, started_at, ended_at)
 
 
@@ -234,30 +231,12 @@ def _assemble(run_dir: Path, status: Status, error: str | None, started_at: floa
     )
 
 
+# Fields of a record with samples, and their kind.
 _FIELDS = {
-    "memory": "memory",
-    "wire": "wire",
-    "traces": "trace",
-    "collectives": "collective",
-    "overlaps": "overlap",
-    "kernels": "kernel",
-    "components": "component",
-    "alternatives": "alternative",
-    "claims": "claim",
-    "gauges": "gauge",
-    "products": "product",
-    "trajectories": "trajectory",
-    "health": "health",
-    "requests": "request",
-    "clients": "client",
-    "stages": "stage",
-    "replicas": "replica",
-    "answers": "answer",
-    "loadgens": "loadgen",
-    "client_ceilings": "ceiling",
-    "starts": "start",
-    "checkpoints": "checkpoint",
-    "attempts": "attempt",
+    field.name: sample.kind
+    for field in dataclasses.fields(RunRecord)
+    for sample in SAMPLE_TYPES.values()
+    if field.type == f"tuple[{sample.__name__}, ...]"
 }
 
 
@@ -295,7 +274,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
     if not isinstance(value, dict):
-        raise StoreError(f"{path.parent}: {path.name} holds a {type(value).__name__}, not an object")
+        raise StoreError(f"{path.parent}: {path.name} is a {type(value).__name__}, not an object")
     return value
 
 
@@ -320,27 +299,47 @@ def sample_line(sample: Sample) -> str:
 
 
 def run_dirs(directory: Path) -> list[Path]:
-    """Every run directory at or below `directory`, sorted by path."""
+    """Every run directory at or below `directory`, sorted by path, without those of earlier launches.
+
+    These are <run>/attempts/<n>. An experiment may be called `attempts`, but a run id is never a plain number.
+    """
     if (directory / "spec.json").is_file():
         return [directory]
-    found = (path.parent for path in directory.rglob("spec.json"))
-    return sorted(path for path in found if not _is_attempt(path.relative_to(directory)))
-
-
-def _is_attempt(folder: Path) -> bool:
-    """<run>/attempts/<n>. An experiment may be called `attempts`, but a run id is never a plain number."""
-    return folder.parent.name == "attempts" and folder.name.isdecimal()
+    found = (path.parent.relative_to(directory) for path in directory.rglob("spec.json"))
+    return sorted(directory / path for path in found if not (path.parent.name == "attempts" and path.name.isdecimal()))
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """All sealed launches below `directory`, repeated launches of a run included; and the reasons for skipped ones."""
-    records, skipped = [], []
-    for found in _read_each(run_dirs(directory)):
-        if isinstance(found, StoreError):
-            skipped.append(str(found))
-        else:
-            records.append(found)
-    return records, skipped
+    """All finished launches below `directory`, repeated launches of a run included; and why others were skipped.
+
+    Many directories are read by a few processes, because parsing is CPU-bound.
+    """
+    folders, readers = run_dirs(directory), min(MOST_READERS, os.cpu_count() or 1)
+    # Only forked processes do not import the calling program again; elsewhere one process reads all.
+    if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
+        results = list(map(_read_or_reason, folders))
+    else:
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(readers, mp_context=context, initializer=_prepare_reader) as pool:
+            results = list(pool.map(_read_or_reason, folders, chunksize=10))
+    records = [result for result in results if isinstance(result, RunRecord)]
+    return records, [str(result) for result in results if isinstance(result, StoreError)]
+
+
+def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
+    try:
+        record = read_run(run_dir)
+    except StoreError as error:
+        return StoreError(safe_text.text(str(error)))
+    # A spec caches its ids: computed here, they are sent back with it.
+    _ = record.spec.run_id, record.spec.cell, record.spec.work
+    return record
+
+
+def _prepare_reader() -> None:
+    """The parent handles Ctrl-C; a reader ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
 
 
 def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunRecord], list[str]]:
@@ -364,40 +363,7 @@ def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunReco
 
 
 def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """The launch that counts of each sealed run below `directory`, and one sentence for each skipped directory."""
+    """The launch that counts of each finished run below `directory`, and one sentence for each skipped directory."""
     launches, unreadable = read_launches(directory)
     records, _, passed_over = newest(launches)
     return records, [*unreadable, *passed_over]
-
-
-# With fewer runs, starting processes takes longer than it saves.
-PARALLEL_FROM = 100
-MOST_READERS = 8
-
-
-def _read_each(folders: Sequence[Path]) -> Iterator[RunRecord | StoreError]:
-    """Read all directories in order; many are read by a few processes, because parsing is CPU-bound."""
-    readers = min(MOST_READERS, os.cpu_count() or 1)
-    # Only forked processes do not import the calling program again; elsewhere one process reads all.
-    if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
-        yield from map(_read_or_reason, folders)
-        return
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(readers, mp_context=context, initializer=_follow_parent) as pool:
-        yield from pool.map(_read_or_reason, folders, chunksize=10)
-
-
-def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
-    try:
-        record = read_run(run_dir)
-    except StoreError as error:
-        return StoreError(safe_text.text(str(error)))
-    # A spec caches its ids: computed here, they are sent back with it.
-    _ = record.spec.run_id, record.spec.cell, record.spec.work
-    return record
-
-
-def _follow_parent() -> None:
-    """The parent handles Ctrl-C; a reader ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()

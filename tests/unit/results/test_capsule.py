@@ -348,14 +348,14 @@ class TestVerifying:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
         content = packed.read_bytes()
         packed.write_bytes(content[: int(len(content) * share)])
-        with pytest.raises(RequestError, match=r"not a whole capsule|is missing|does not begin with"):
+        with pytest.raises(RequestError, match=r"not a complete capsule|is missing|does not begin with"):
             capsule.read_runs(packed)
 
     @pytest.mark.parametrize("cut", [1, 4, 8, 9])
     def test_one_whose_last_bytes_are_cut_is_refused(self, runs: Path, tmp_path: Path, cut: int) -> None:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
         packed.write_bytes(packed.read_bytes()[:-cut])
-        with pytest.raises(RequestError, match="not a whole capsule"):
+        with pytest.raises(RequestError, match="not a complete capsule"):
             capsule.read_runs(packed)
 
     @pytest.mark.parametrize("place", [-1, -5])
@@ -364,7 +364,7 @@ class TestVerifying:
         content = bytearray(packed.read_bytes())
         content[place] ^= 1
         packed.write_bytes(content)
-        with pytest.raises(RequestError, match="not a whole capsule"):
+        with pytest.raises(RequestError, match="not a complete capsule"):
             capsule.read_runs(packed)
 
     @pytest.mark.parametrize(

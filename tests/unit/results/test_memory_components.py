@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.results.memory_components import COMPONENTS, Held, components, largest_fitting, predicted_peaks
+from paceline.results.memory_components import COMPONENTS, OwnedBytes, components, largest_fitting, predicted_peaks
 from paceline.results.records import ComponentSample
 
 MOMENTS: dict[str, int | None] = {"begin": 130, "forward": 190, "backward": 170, "update": 130}
 
 
 def test_components_add_up_to_the_peak_where_all_are_there_at_once() -> None:
-    found = components(MOMENTS, 300, Held(parameters=40, optimizer=80, gradients=40))
+    found = components(MOMENTS, 300, OwnedBytes(parameters=40, optimizer=80, gradients=40))
     assert found == {
         "parameters": 40,
         "optimizer": 80,
@@ -25,17 +25,17 @@ def test_components_add_up_to_the_peak_where_all_are_there_at_once() -> None:
 
 def test_buckets_that_stand_between_steps_are_gradients_not_communication() -> None:
     moments = {"begin": 170, "forward": 230, "backward": 170, "update": 170}
-    found = components(moments, 300, Held(parameters=40, optimizer=80, gradients=40, standing_gradients=40))
+    found = components(moments, 300, OwnedBytes(parameters=40, optimizer=80, gradients=40, standing_gradients=40))
     assert (found["gradients"], found["communication"]) == (40, 10)
 
 
 def test_nothing_is_negative_where_gradients_replace_activations() -> None:
-    assert components(MOMENTS, 200, Held(parameters=40, optimizer=80, gradients=40))["other"] == 0
+    assert components(MOMENTS, 200, OwnedBytes(parameters=40, optimizer=80, gradients=40))["other"] == 0
 
 
 @pytest.mark.parametrize("missing", ["begin", "forward", "backward"])
 def test_an_unseen_moment_leaves_components_unknown_but_the_peak_known(missing: str) -> None:
-    found = components({**MOMENTS, missing: None}, 300, Held(parameters=40, optimizer=80))
+    found = components({**MOMENTS, missing: None}, 300, OwnedBytes(parameters=40, optimizer=80))
     assert found == {**dict.fromkeys(COMPONENTS), "peak": 300}
 
 

@@ -134,7 +134,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda p: p.write_text(p.read_text().replace('"steps": 4', '"steps": 0')),
         "a whole number from 1",
     ),
-    "status list": ("status.json", lambda p: p.write_text("[]"), "holds a list"),
+    "status list": ("status.json", lambda p: p.write_text("[]"), "is a list"),
     "status unknown": ("status.json", lambda p: p.write_text('{"status": "great"}'), "schema"),
     "outcome": ("outcome-0.json", lambda p: p.write_text("{"), "cannot be read"),
     "nested": ("outcome-0.json", lambda p: p.write_text("[" * 100_000 + "]" * 100_000), "cannot be read"),

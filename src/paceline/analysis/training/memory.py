@@ -21,7 +21,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.results.memory_components import (
     COMPONENTS,
     MOMENTS,
-    Held,
+    OwnedBytes,
     components,
     goal_bytes,
     largest_fitting,
@@ -106,13 +106,13 @@ def _row(cell: str, launches: Sequence[RunRecord]) -> MemoryRow:
 def _measured(record: RunRecord, rank: int) -> dict[str, int | None]:
     samples = {sample.moment: sample for sample in record.memory if sample.rank == rank}
     held = {s.component: s.bytes for s in record.components if s.rank == rank and s.source == "held"}
-    known = {name: held[name] for name in Held.__dataclass_fields__ if name in held}
+    known = {name: held[name] for name in OwnedBytes.__dataclass_fields__ if name in held}
     moments = {name: samples[name].allocated_bytes for name in MOMENTS if name in samples}
     peak: MemorySample | None = samples.get(PEAK)
     allocated = peak.allocated_bytes if peak else None
     reserved = peak.reserved_bytes if peak else None
     return {
-        **components(moments, allocated, Held(**known) if known else None),
+        **components(moments, allocated, OwnedBytes(**known) if known else None),
         "reserved": reserved,
         "device": peak.device_bytes if peak else None,
         "fragmentation": reserved - allocated if reserved is not None and allocated is not None else None,

@@ -244,9 +244,9 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
         store.seal(run_dir, Status.UNSUPPORTED, reason, time.time(), time.time())
         return Status.UNSUPPORTED, reason
     launcher: Launcher = load("launchers", spec.launcher.name)
-    known = attempts.standing(run_dir, spec)
+    known = attempts.with_lineage(run_dir, spec)
     launch = supervision.adopt(launcher, known, run_dir)
-    spec = known if launch is not None or attempts.goes_on(run_dir, known) else attempts.begin(out, spec)
+    spec = known if launch is not None or attempts.can_continue(run_dir, known) else attempts.begin(out, spec)
     observer.started(spec, run_dir)
     requested_at = time.time()
     status, error, lost = supervision.run_attempts(launcher, launch, spec, run_dir, observer)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.contract import Trainer
-from paceline.results.memory_components import Held
+from paceline.results.memory_components import OwnedBytes
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, Any]:
@@ -51,7 +51,7 @@ class TracedTrainer:
         self._trainer, self._step, self._read, self._start = trainer, step, read, start
         self._steps = self._forwards = 0
         self._gradients: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.held: Held | None = None
+        self.held: OwnedBytes | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -93,7 +93,7 @@ class TracedTrainer:
             moments = (tensor for key, state in adamw.state.items() for tensor in (key, *state.values()))
             optimizer = _storages((*updated, *moments))
             gradients = self._gradients.values()
-            self.held = Held(
+            self.held = OwnedBytes(
                 parameters=sum(storage.nbytes() for storage in parameters.values()),
                 optimizer=sum(storage.nbytes() for key, storage in optimizer.items() if key not in parameters),
                 gradients=sum(size for _, size in gradients),
