@@ -1,4 +1,4 @@
-"""Atomic file writes."""
+"""Atomic file writes, and reads that tolerate missing files."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def text_of(path: Path) -> str:
+    """The text of a file without surrounding white space; empty if it cannot be read, as files of /proc and /sys."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline.host import machine
+from paceline.host.files import text_of
 
 # Bits of NVML's clock event reasons that mean the GPU runs below its maximum clock (nvml.h); idle is not one of them.
 THROTTLE_REASONS = {
@@ -33,15 +34,7 @@ THROTTLE_REASONS = {
 
 
 # Reasons that slow a run down; the others are clocks that somebody set or that follow another GPU.
-SLOWING_REASONS = frozenset(
-    {
-        "software power cap",
-        "hardware slowdown",
-        "software thermal slowdown",
-        "hardware thermal slowdown",
-        "hardware power brake",
-    }
-)
+SLOWING_REASONS = frozenset(THROTTLE_REASONS[bit] for bit in (0x0004, 0x0008, 0x0020, 0x0040, 0x0080))
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -245,7 +238,7 @@ class PackageEnergy:
     def __init__(self, root: Path | None = None) -> None:
         zones = sorted((root or POWERCAP).glob("intel-rapl:*"))
         # Subzones are part of their package; psys is the whole platform, packages included.
-        self._zones = [zone for zone in zones if _line(zone / "name").startswith("package")]
+        self._zones = [zone for zone in zones if text_of(zone / "name").startswith("package")]
         self._ranges = [_joules(zone / "max_energy_range_uj") for zone in self._zones]
         self._last: list[float] | None = None
         self._total = 0.0
@@ -261,15 +254,8 @@ class PackageEnergy:
         return self._total
 
 
-def _line(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _joules(path: Path) -> float | None:
-    text = _line(path)
+    text = text_of(path)
     return int(text) / 1e6 if text.isdecimal() else None
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import Scalar
+from paceline.host.files import text_of
 from paceline.host.gauges import throttle_reasons
 from paceline.host.machine import ask, handles, nvml
 
@@ -20,7 +22,14 @@ _CPU = Path("/sys/devices/system/cpu/cpu0")
 
 def read(gpu_index: int | None) -> dict[str, Scalar]:
     """Facts of the host, and of one visible GPU if an index (CUDA's) is given."""
-    facts: dict[str, Scalar] = {f"host.{name}": value for name, value in _host()}
+    microcode = re.search(r"^microcode\s*:\s*(\S+)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    khz = text_of(_CPU / "cpufreq" / "scaling_max_freq")
+    facts: dict[str, Scalar] = {
+        "host.kernel": platform.release(),
+        "host.microcode": microcode.group(1) if microcode else text_of(_CPU / "microcode" / "version") or None,
+        "host.governor": text_of(_CPU / "cpufreq" / "scaling_governor") or None,
+        "host.frequency_max_hz": float(khz) * 1e3 if khz.isdecimal() else None,
+    }
     if gpu_index is None:
         return facts
     with nvml() as library:
@@ -28,22 +37,6 @@ def read(gpu_index: int | None) -> dict[str, Scalar]:
         if library is None or gpu_index >= len(visible):
             return facts
         return facts | {f"gpu.{name}": ask(call) for name, call in _gpu(library, visible[gpu_index])}
-
-
-def _host() -> Iterator[tuple[str, Scalar]]:
-    yield "kernel", platform.release()
-    microcode = re.search(r"^microcode\s*:\s*(\S+)", _text(Path("/proc/cpuinfo")) or "", re.MULTILINE)
-    yield "microcode", microcode.group(1) if microcode else _text(_CPU / "microcode" / "version")
-    yield "governor", _text(_CPU / "cpufreq" / "scaling_governor")
-    khz = _text(_CPU / "cpufreq" / "scaling_max_freq") or ""
-    yield "frequency_max_hz", float(khz) * 1e3 if khz.isdecimal() else None
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() or None
-    except OSError:
-        return None
 
 
 Facts = Iterator[tuple[str, Callable[[], Any]]]
@@ -64,7 +57,8 @@ def _gpu(n: Any, handle: Any) -> Facts:
     # Volatile errors count from when the driver was loaded, aggregate ones over the GPU's life.
     for span in ("volatile", "aggregate"):
         for kind in ("corrected", "uncorrected"):
-            yield f"ecc_{span}_{kind}", _ecc(n, handle, span, kind)
+            names = (f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}", f"NVML_{span.upper()}_ECC")
+            yield f"ecc_{span}_{kind}", partial(_ecc_errors, n, handle, *names)
     yield "rows_remapped_correctable", lambda: int(n.nvmlDeviceGetRemappedRows(handle)[0])
     yield "rows_remapped_uncorrectable", lambda: int(n.nvmlDeviceGetRemappedRows(handle)[1])
     yield "remap_pending", lambda: bool(n.nvmlDeviceGetRemappedRows(handle)[2])
@@ -81,12 +75,8 @@ def _gpu(n: Any, handle: Any) -> Facts:
     yield "nvlinks_down", lambda: _nvlinks(n, handle, 0)
 
 
-def _ecc(n: Any, handle: Any, span: str, kind: str) -> Callable[[], int]:
-    def count() -> int:
-        error = getattr(n, f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}")
-        return int(n.nvmlDeviceGetTotalEccErrors(handle, error, getattr(n, f"NVML_{span.upper()}_ECC")))
-
-    return count
+def _ecc_errors(n: Any, handle: Any, error: str, counter: str) -> int:
+    return int(n.nvmlDeviceGetTotalEccErrors(handle, getattr(n, error), getattr(n, counter)))
 
 
 def _pages_retired(n: Any, handle: Any) -> int:

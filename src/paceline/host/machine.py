@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.host.environment import recorded_environment
+from paceline.host.files import text_of
 
 PEAK_DTYPES = ("bf16", "fp16", "fp32", "fp8")
 
@@ -142,10 +143,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def cpu_model() -> str | None:
     """The processor's name, from /proc/cpuinfo or, on Arm, from lscpu."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
+    text = text_of(Path("/proc/cpuinfo"))
     pattern = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE | re.IGNORECASE)
     match = pattern.search(text) or pattern.search(_output("lscpu") or "")
     return match.group(1).strip() if match else platform.processor() or None
@@ -225,18 +223,13 @@ def _gpu_table() -> list[dict[str, Any]]:
     return rows
 
 
-@functools.cache
-def _gpu_rows() -> dict[str, dict[str, Any]]:
-    return {_normalised(name): row for row in _gpu_table() for name in row["names"]}
-
-
 def _normalised(name: str) -> str:
     return " ".join(name.split()).casefold().removeprefix("nvidia ")
 
 
 def gpu_row(name: str) -> dict[str, Any] | None:
     """The table row of this GPU, with source and date; None for others, even similar ones."""
-    return _gpu_rows().get(_normalised(name))
+    return next((row for row in _gpu_table() if _normalised(name) in map(_normalised, row["names"])), None)
 
 
 def gpu_summaries() -> dict[str, str]:

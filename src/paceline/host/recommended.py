@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.host import machine
+from paceline.host.files import text_of
 
 # Interfaces that do not reach other hosts.
 _INTERNAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tunl", "ifb", "dummy")
@@ -57,32 +58,23 @@ def _range(pair: tuple[int, int]) -> str:
 
 
 @functools.cache
-def _profiles() -> tuple[tuple[frozenset[str], Profile], ...]:
-    table = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["profile"]
-    settings = {row["name"]: tuple(Setting(**one) for one in row.get("setting", ())) for row in table}
-    return tuple(
-        (
-            frozenset(row["gpus"]),
-            Profile(
-                name=row["name"],
-                micro_batch=tuple(row["micro_batch"]),
-                sequence_length=tuple(row["sequence_length"]),
-                precision=row["precision"],
-                settings=settings[row.get("settings_of", row["name"])],
-                source=row["source"],
-                finetune=row.get("finetune"),
-            ),
-        )
-        for row in table
-    )
-
-
 def of(gpu: str) -> Profile | None:
     """The profile of this GPU, by any of its names in the table; None for others, even similar ones."""
-    row = machine.gpu_row(gpu)
+    known = machine.gpu_row(gpu)
+    table = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["profile"]
+    row = next((row for row in table if known and set(row["gpus"]) & set(known["names"])), None)
     if row is None:
         return None
-    return next((profile for gpus, profile in _profiles() if gpus & set(row["names"])), None)
+    settings = {other["name"]: other.get("setting", ()) for other in table}[row.get("settings_of", row["name"])]
+    return Profile(
+        name=row["name"],
+        micro_batch=tuple(row["micro_batch"]),
+        sequence_length=tuple(row["sequence_length"]),
+        precision=row["precision"],
+        settings=tuple(Setting(**setting) for setting in settings),
+        source=row["source"],
+        finetune=row.get("finetune"),
+    )
 
 
 # --- the host ---
@@ -103,8 +95,8 @@ class Interconnect:
 def interconnect(root: Path = Path("/")) -> Interconnect:
     """The interconnect of this host, read from /proc and /sys below `root`."""
     ports = sorted((root / "sys/class/infiniband").glob("*/ports/*/state"))
-    active = [port for port in ports if "ACTIVE" in _text(port)]
-    routes = [line.split() for line in _text(root / "proc/net/route").splitlines()[1:]]
+    active = [port for port in ports if "ACTIVE" in text_of(port)]
+    routes = [line.split() for line in text_of(root / "proc/net/route").splitlines()[1:]]
     return Interconnect(
         interfaces=tuple(sorted(path.name for path in (root / "sys/class/net").glob("*"))),
         default=next((row[0] for row in routes if len(row) > 1 and row[1] == "00000000"), None),
@@ -112,13 +104,6 @@ def interconnect(root: Path = Path("/")) -> Interconnect:
         gpudirect=any((root / "sys/module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem")),
         sharp=any((root / path).exists() for path in _SHARP),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def matching(value: str, interfaces: Collection[str]) -> list[str]:

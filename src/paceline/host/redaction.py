@@ -38,7 +38,14 @@ def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
     if not suspicious:
         return content, 0
     if name.endswith(".jsonl"):
-        cleaned, count = _clean_lines(text, where)
+        # Lines without secrets are unchanged, and an incomplete last line is redacted as plain text.
+        *lines, rest = text.split("\n")
+        cleaned, count = SECRET.subn(MARK, rest)
+        for i, line in enumerate(lines):
+            value, secrets = _clean_value(_parse(line, where)) if _suspicious(line) else (None, 0)
+            lines[i] = json.dumps(value) if secrets else line
+            count += secrets
+        cleaned = "\n".join([*lines, cleaned])
     elif name.endswith(".json"):
         value, count = _clean_value(_parse(text, where))
         cleaned = json.dumps(value, indent=1) + "\n"
@@ -68,18 +75,6 @@ def clean_facts(facts: Any) -> tuple[Any, int]:
 def clean_text(text: str) -> str:
     """A message of a run, such as its error, with secrets redacted."""
     return SECRET.sub(MARK, text)
-
-
-def _clean_lines(text: str, where: str) -> tuple[str, int]:
-    """JSON lines with secrets redacted. Other lines are unchanged, as is an incomplete last line."""
-    *whole, rest = text.split("\n")
-    lines, total = [], 0
-    for line in whole:
-        value, count = _clean_value(_parse(line, where)) if _suspicious(line) else (None, 0)
-        lines.append(json.dumps(value) if count else line)
-        total += count
-    rest, count = SECRET.subn(MARK, rest)
-    return "\n".join([*lines, rest]), total + count
 
 
 def _clean_value(value: Any) -> tuple[Any, int]:

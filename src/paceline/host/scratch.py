@@ -23,7 +23,7 @@ def own_folder(parent: Path | None) -> Iterator[Path]:
     """A new directory in `parent`, or in the system's temporary directory; deleted afterwards."""
     base = Path(parent or tempfile.gettempdir())
     sweep(base)
-    # Until it is locked, its name is one that `sweep` ignores: its lock is free, like that of a dead node.
+    # `sweep` ignores this name: until the directory is locked, it looks like that of a dead node.
     made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
     own = made.with_name(made.name[1:])
     try:
