@@ -216,8 +216,7 @@ def show(arguments: argparse.Namespace) -> int:
     from paceline.analysis.training.goodput import goodput
     from paceline.launchers.node import clock_offsets
     from paceline.report.tables import advice as advice_table
-    from paceline.report.tables import one_served_run
-    from paceline.report.tables.one_run import record_lines
+    from paceline.report.tables.one_run import record_lines, served_lines
     from paceline.results import safe_text, store
 
     if not (arguments.run / "spec.json").is_file():
@@ -233,7 +232,7 @@ def show(arguments: argparse.Namespace) -> int:
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     lines = [
         *record_lines(record, certify_all(group).get(record.spec.run_id)),
-        *one_served_run.lines(verdicts.loads_of_run(record), verdicts.replicas_of_run(record)),
+        *served_lines(verdicts.loads_of_run(record), verdicts.replicas_of_run(record)),
     ]
     offsets = clock_offsets.read(arguments.run)
     lines += [f"  warning: {warning}" for warning in filter(None, map(clock_offsets.warning, offsets))]

@@ -81,8 +81,12 @@ def add_verbs(verbs: Any) -> None:
 def add(arguments: argparse.Namespace) -> int:
     from paceline.campaign import scheduled_run
     from paceline.campaign.schedule import cron, timers
+    from paceline.experiment import reading
 
-    experiment_file, launcher_file = _files(arguments)
+    # Files are copied to the schedule; presets and launchers given by name have none.
+    launcher = arguments.launcher or ""
+    experiment_file = None if arguments.experiment in reading.presets() else Path(arguments.experiment)
+    launcher_file = Path(launcher) if launcher.endswith((".yaml", ".yml")) else None
     schedule = _schedule(arguments, experiment_file, launcher_file)
     message = scheduled_run.add(arguments.out, schedule, experiment_file, launcher_file, arguments.replace)
     if schedule.env_file is not None and Path(schedule.env_file).stat().st_mode & 0o077:
@@ -95,15 +99,6 @@ def add(arguments: argparse.Namespace) -> int:
     if printed:
         print(timers.backend("kubernetes").manifest(arguments.out, schedule), end="")
     return OK
-
-
-def _files(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """The files of the experiment and of the launcher, which are copied to the schedule; None for names."""
-    from paceline.experiment import reading
-
-    launcher = arguments.launcher or ""
-    experiment = None if arguments.experiment in reading.presets() else Path(arguments.experiment)
-    return experiment, Path(launcher) if launcher.endswith((".yaml", ".yml")) else None
 
 
 def _schedule(arguments: argparse.Namespace, experiment_file: Path | None, launcher_file: Path | None) -> Schedule:
@@ -149,8 +144,7 @@ def _schedule(arguments: argparse.Namespace, experiment_file: Path | None, launc
 
 def _cluster_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that only the backend kubernetes uses; an error with any other backend, which would ignore them."""
-    fields = {"image": "image", "claim": "claim", "namespace": "namespace", "service_account": "account"}
-    fields["secret"] = "secret"
+    fields = {option: option for option in ("image", "claim", "namespace", "secret")} | {"service_account": "account"}
     given = {field: value for option, field in fields.items() if (value := getattr(arguments, option)) is not None}
     if arguments.backend != "kubernetes":
         options = [option for option in (*fields, "apply") if getattr(arguments, option) not in (None, False)]

@@ -54,12 +54,14 @@ def mock_replica(arguments: argparse.Namespace) -> int:
     require(arguments.itl >= 0, "--itl", arguments.itl, "seconds from 0")
     require(0 <= arguments.port <= 65_535, "--port", arguments.port, "0 to 65535, where 0 picks a free port")
     require(arguments.slots >= 0, "--slots", arguments.slots, "a whole number from 0")
-    law = Latencies(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode, slots=arguments.slots)
+    latencies = Latencies(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode, slots=arguments.slots)
 
     def announce(port: int) -> None:
-        print_hanging(screen, f"http://{arguments.host}:{port} serves the model {law.model!r}; stop it with Ctrl-C", 2)
+        print_hanging(
+            screen, f"http://{arguments.host}:{port} serves the model {latencies.model!r}; stop it with Ctrl-C", 2
+        )
 
-    serve_until_signalled(law, arguments.host, arguments.port, announce)
+    serve_until_signalled(latencies, arguments.host, arguments.port, announce)
     return OK
 
 

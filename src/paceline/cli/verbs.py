@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,8 @@ class Parser(argparse.ArgumentParser):
         """The usual help; at the root, the verbs listed by task."""
         if not self.groups:
             return super().format_help()
-        width = max(60, min(int(os.environ.get("COLUMNS") or 0) or _terminal_width(), 120))
+        columns = int(os.environ.get("COLUMNS") or 0) or shutil.get_terminal_size().columns - 2
+        width = max(60, min(columns, 120))
         parts = [f"Usage: {self.prog} VERB [options]", textwrap.fill(self.description or "", width)]
         indent = max(len(name) for verbs in self.groups.values() for name in verbs) + 4
         for title, verbs in self.groups.items():
@@ -79,12 +81,6 @@ class Parser(argparse.ArgumentParser):
         options = {"-h, --help": "show this help", "--version": "show the version"}
         parts.append("\n".join(["Options:", *(f"  {name:<{indent - 2}}{text}" for name, text in options.items())]))
         return "\n\n".join([*parts, textwrap.fill(self.epilog or "", width)]) + "\n"
-
-
-def _terminal_width() -> int:
-    import shutil
-
-    return shutil.get_terminal_size().columns - 2
 
 
 def add_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int] | None, text: str) -> Parser:
@@ -108,7 +104,7 @@ def require_directory(out: Path) -> None:
 
 
 def print_checks(checks: Sequence[Any]) -> None:
-    """Print each check with its mark and, where there is one, its fix."""
+    """Print each check with its mark and its fix, if it has one."""
     for check in checks:
         fix = f"\n       fix: {check.fix}" if check.fix else ""
         print(f"{MARKS[check.ok]} {check.name}: {check.text}{fix}", flush=True)

@@ -58,7 +58,7 @@ _MOST_NAMED = 4
 
 
 def headline(report: Report) -> Recommendation | None:
-    """The recommendation with the most runs behind it, in throughput where there is one."""
+    """The recommendation with the most runs, preferably about throughput."""
     speed = [r for r in report.recommendations if r.metric == THROUGHPUT]
     return max(speed or report.recommendations, key=lambda r: len(r.runs), default=None)
 
@@ -69,7 +69,10 @@ def answer(report: Report) -> tuple[str, str]:
         return designed[:2]
     found = headline(report)
     if found is not None:
-        return _decision(report, found), _beside(report, found)
+        first = first_sentence(found.text)[0]
+        if found.metric in _MARGINS:
+            first = " ".join(filter(None, (_outcome(report, found, _where(report, found)), _rates(report, found))))
+        return first, _beside(report, found)
     first, *others = _without_choice(report)
     return first, others[0] if others else ""
 
@@ -108,14 +111,8 @@ def spoken(name: str) -> str:
 # --- the first sentence ---
 
 
-def _decision(report: Report, found: Recommendation) -> str:
-    if found.metric not in _MARGINS:
-        return first_sentence(found.text)[0]
-    return " ".join(filter(None, (_outcome(report, found, _where(report, found)), _rates(report, found))))
-
-
 def _rates(report: Report, found: Recommendation) -> str:
-    """`DDP: 880 tokens/s.` of those chosen to fine-tune with: what a fine-tune takes follows from it."""
+    """`DDP: 880 tokens/s.` for the chosen strategies of a fine-tuning experiment; empty for others."""
     by_cell = finetuning.rates(report)
     cells = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
     rates = [f"{spoken(name)}: {by_cell[cells[name]]}" for name in found.choose if cells.get(name) in by_cell]
@@ -152,7 +149,7 @@ def _margin(versus: Comparison, where: str = "") -> str:
 
 
 def _where(report: Report, found: Recommendation) -> str:
-    """The world size; the model and the kind of device too where the report has several."""
+    """The world size; the model and the kind of device too if the report has several."""
     axes = found.because[0].axes if found.because else {}
     runs = [run for run in report.runs if run.is_certified and not run.is_reference]
     model = axes.get("model") if len({run.axes.get("model") for run in runs}) > 1 else None
@@ -167,28 +164,23 @@ def _where(report: Report, found: Recommendation) -> str:
 
 
 def _beside(report: Report, found: Recommendation) -> str:
-    """Uneven throttling, else what was left out, else the least memory, else what limits the winner, else the last."""
+    """The first that applies: uneven throttling, what was left out, the least memory, what limits the winner, the
+    largest difference."""
     cited = (found.decisive,) if found.decisive else found.because
-    if uneven := next((c for c in cited if c.throttled), None):
-        return _throttling(uneven)
+    for c in cited:
+        if c.throttled:
+            # A speed limited by heat or a power cap says little about the strategy.
+            a, b = c.throttled
+            share = f"{a:.0%} of the steps of {spoken(c.label)} and {b:.0%} of those of {spoken(c.other_label)}"
+            return f"GPUs were throttled in {share}: that may {'hide a' if c.is_tie else 'be part of the'} difference."
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
     lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
         return _outcome(report, lean)
-    return _bottleneck(report, found) or _last(found)
-
-
-def _throttling(versus: Comparison) -> str:
-    """A speed limited by heat or a power cap says little about the strategy."""
-    a, b = versus.throttled or (0.0, 0.0)
-    share = f"{a:.0%} of the steps of {spoken(versus.label)} and {b:.0%} of those of {spoken(versus.other_label)}"
-    return f"GPUs were throttled in {share}: that may {'hide a' if versus.is_tie else 'be part of the'} difference."
-
-
-def _last(found: Recommendation) -> str:
-    """The largest significant difference, if the first sentence names a smaller one."""
+    if bottleneck := _bottleneck(report, found):
+        return bottleneck
     decided = [c for c in found.because if not c.is_tie and c.metric in _MARGINS]
     widest = max(decided, key=lambda c: abs(math.log(c.ratio)), default=None)
     return f"{_margin(widest)}." if widest is not None and widest is not found.decisive else ""
@@ -208,26 +200,27 @@ def _bottleneck(report: Report, found: Recommendation) -> str:
     return f"{name} waits most for {kinds}; this data cannot say which."
 
 
-def _endings_of(report: Report, told: str) -> str:
-    """For a report without a recommendation: what was measured, unless already said, and how the rest ended."""
+def _endings_of(report: Report, listed_already: bool) -> str:
+    """For a report without a recommendation: what was measured, unless listed already, and how the rest ended."""
     named = varying_axes(report)
-    measured = (
-        [] if told else [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in ranked_cells(report)]
-    )
     left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith("reference: ")]
     ended = _endings(left)
-    if not measured:
+    if listed_already or not (cells := ranked_cells(report)):
         return ended
+    measured = [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in cells]
     start = f"Measured: {listed(_named(measured))}"
     return f"{start}; {ended}" if ended else f"{start}."
 
 
 def _endings(left: Iterable[tuple[str, str]]) -> str:
     """`DDP does not fit; ZeRO-1 and ZeRO-2 failed.`"""
-    by_status: dict[str, list[str]] = {}
+    by_status: dict[str, dict[str, None]] = {}
     for status, name in left:
-        by_status.setdefault(status, []).append(name)
-    parts = [_ending(status, list(dict.fromkeys(names))) for status, names in by_status.items()]
+        by_status.setdefault(status, {})[name] = None
+    parts = [
+        f"{listed(_named(list(names)))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
+        for status, names in by_status.items()
+    ]
     return f"{'; '.join(parts)}." if parts else ""
 
 
@@ -235,10 +228,6 @@ def _bracketed(label: str) -> str:
     """`ddp (gpt-tiny, 2 processes)`: a list of such names can be read."""
     name, comma, where = label.partition(", ")
     return f"{spoken(name)} ({where})" if comma else spoken(name)
-
-
-def _ending(status: str, names: Sequence[str]) -> str:
-    return f"{listed(_named(names))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
 
 
 def _named(names: Sequence[str]) -> list[str]:
@@ -250,18 +239,15 @@ def _named(names: Sequence[str]) -> list[str]:
 
 
 def _without_choice(report: Report) -> list[str]:
-    """All there is to say: what was trained before what the machine can do and what others claim of it."""
-    machine = _about_the_machine(report)
+    """All sentences: first about training, then about the machine and about claims of others; urgent ones are early."""
+    subjects = [re.split(r"(?<=\.) (?=[A-Z0-9])", text) for say in MACHINE_SENTENCES if (text := say(report))]
+    # One sentence of each subject first, then the others; urgent ones come second at the latest.
+    machine = [*(s[0] for s in subjects), *(sentence for s in subjects for sentence in s[1:])]
+    lead = machine[:1]
+    machine.sort(key=lambda sentence: 0 if sentence is lead[0] else 1 if sentence.startswith(_URGENT) else 2)
     if machine and not trains(report):
         return machine
     tuned = finetuning.sentence(report)
-    ended = [_endings_of(report, tuned)] if ranked_cells(report) or not machine else []
+    ended = [_endings_of(report, bool(tuned))] if ranked_cells(report) or not machine else []
     said = sorted((*ended, *machine), key=lambda sentence: not sentence.startswith(_URGENT))
     return [tuned or NO_ANSWER, *filter(None, said)]
-
-
-def _about_the_machine(report: Report) -> list[str]:
-    """One sentence of each subject first, then the others; urgent ones come second at the latest."""
-    subjects = [re.split(r"(?<=\.) (?=[A-Z0-9])", text) for say in MACHINE_SENTENCES if (text := say(report))]
-    said = [*(s[0] for s in subjects), *(sentence for s in subjects for sentence in s[1:])]
-    return sorted(said, key=lambda sentence: 0 if sentence is said[0] else 1 if sentence.startswith(_URGENT) else 2)

@@ -1,4 +1,4 @@
-"""The gate of a build: what of two compared folders must stop it, and what it could not judge."""
+"""The gate of a build: which changes between two results directories must fail it, and what it could not judge."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from paceline.report.tables.comparison import change_text
 
 
 def checked_percent(percent: float) -> float:
-    """The limit of a gate, or the sentence that says what it may be."""
+    """The limit of a gate; RequestError if it is not valid."""
     accepted = "a number of percent from 0 to under 100"
     require(math.isfinite(percent) and 0 <= percent < 100, "--fail-on-regression", percent, accepted)
     return percent
 
 
 def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
-    """Every change for the worse whose whole interval lies beyond the limit, and every cell that was lost.
+    """Every change for the worse whose whole interval is beyond the limit, and every cell that was lost.
 
-    The limit is of what A had: percent of a rate lost, or percent of time or memory added.
+    The limit is relative to A: percent of a rate lost, or percent of time or memory added.
     """
     beyond = [
         c
@@ -40,9 +40,9 @@ def undecided_losses(found: Between, percent: float) -> tuple[Change, ...]:
 
 
 def unseen_losses(found: Between, percent: float) -> tuple[Change, ...]:
-    """Those of them beside which nothing was decided that could have shown them: a gate that passed them would pass
-    whatever happened. Every one where nothing at all has a verdict; and latencies of a load of which no latency has
-    one, because a load that comes by a schedule has the same rate however late its answers are."""
+    """Undecided losses that no other verdict could have revealed, so that passing them would mean nothing: all of them
+    if nothing has a verdict, and latencies of a load whose latencies all have no verdict, because the rate of a
+    scheduled load does not depend on how late its answers are."""
     losses = undecided_losses(found, percent)
     if all(c.verdict is None for c in gated(found)):
         return losses

@@ -1,4 +1,4 @@
-"""A replay as text: the verdict in one sentence, each cell's metrics beside the stored ones, and what else differs."""
+"""A replay as text: the verdict in one sentence, the metrics beside the stored ones, and what else differs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from paceline.analysis.findings.reproduction import (
     Remeasured,
     ReplayVerdict,
     Reproduction,
-    Trajectory,
 )
-from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
+from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled
 from paceline.report.text.measurements import format_measurement
 from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_number, places
 
@@ -29,27 +28,26 @@ def reproduction_table(found: Reproduction) -> RenderableType | None:
     from paceline.report.terminal import Fitted
 
     table = metrics_table(found)
-    return Fitted(table) if table.rows else None
+    return Fitted(table) if table else None
 
 
-def metrics_table(found: Reproduction) -> Table:
-    rows = tuple(
+def metrics_table(found: Reproduction) -> Table | None:
+    columns: tuple[Filled[tuple[CellReproduction, Remeasured]], ...] = (
+        (Column("cell", prose=True), lambda pair: pair[0].label),
+        (Column("metric"), lambda pair: pair[1].metric),
         (
-            Cell(cell.label),
-            Cell(m.metric),
-            Cell(format_measurement(m.stored) if m.stored else MISSING),
-            Cell(format_measurement(m.replayed) if m.replayed else MISSING),
-            _ratio(m),
-            Cell(_MARKS[m.within], "", _TONES[m.within]),
-            Cell(m.reason),
-        )
-        for cell in found.cells
-        for m in cell.metrics
+            Column("stored", True, 2),
+            lambda pair: format_measurement(pair[1].stored) if pair[1].stored else MISSING,
+        ),
+        (
+            Column("replayed", True, 2),
+            lambda pair: format_measurement(pair[1].replayed) if pair[1].replayed else MISSING,
+        ),
+        (Column("ratio"), lambda pair: _ratio(pair[1])),
+        (Column("verdict"), lambda pair: Cell(_MARKS[pair[1].within], "", _TONES[pair[1].within])),
+        (Column("reason", priority=1), lambda pair: pair[1].reason),
     )
-    columns = (Column("cell", prose=True), Column("metric"), Column("stored", True, 2), Column("replayed", True, 2))
-    return Table(
-        "Replayed over stored", (*columns, Column("ratio"), Column("verdict"), Column("reason", priority=1)), rows
-    )
+    return filled("Replayed over stored", [(cell, m) for cell in found.cells for m in cell.metrics], columns)
 
 
 def _ratio(m: Remeasured) -> Cell:
@@ -67,47 +65,31 @@ def reproduction_lines(found: Reproduction) -> Iterator[str]:
     for cell in found.cells:
         yield f"{cell.verdict}: {cell.label}: {cell.reason}"
         if cell.certificate is not None and cell.trajectory is not None:
-            yield f"  {_work_line(cell, cell.trajectory)}"
-    yield from _machine_lines(found)
-    yield verdict_sentence(found)
-
-
-def _work_line(cell: CellReproduction, losses: Trajectory) -> str:
-    checks = {check.name: check.ok for check in cell.certificate.checks} if cell.certificate else {}
-    exact = [
-        f"{name} {'equal' if checks[name] else 'UNEQUAL'}" for name in ("initial weights", "data") if name in checks
-    ]
-    if losses.equal_steps == losses.steps:
-        loss = f"the loss of all {losses.steps} steps equal to the last bit"
-    else:
-        loss = f"the loss within {losses.largest_ratio:.2g} of the stored one at {losses.steps} steps"
-    proof = f"{sum(checks.values())} of {len(checks)} checks hold against the stored reference"
-    return "; ".join((proof, *exact, loss))
-
-
-def _machine_lines(found: Reproduction) -> Iterator[str]:
-    """Once where every cell that ran says the same."""
+            checks = {check.name: check.ok for check in cell.certificate.checks}
+            names = [name for name in ("initial weights", "data") if name in checks]
+            exact = [f"{name} {'equal' if checks[name] else 'UNEQUAL'}" for name in names]
+            losses = cell.trajectory
+            loss = f"the loss within {losses.largest_ratio:.2g} of the stored one at {losses.steps} steps"
+            if losses.equal_steps == losses.steps:
+                loss = f"the loss of all {losses.steps} steps equal to the last bit"
+            proof = f"{sum(checks.values())} of {len(checks)} checks hold against the stored reference"
+            yield f"  {'; '.join((proof, *exact, loss))}"
     ran = [cell for cell in found.cells if cell.verdict is not ReplayVerdict.UNSUPPORTED and cell.replayed_runs]
-    if not ran:
-        return
-    if all(cell.differences == ran[0].differences for cell in ran):
+    if ran and all(cell.differences == ran[0].differences for cell in ran):
         yield difference_line("the machine", ran[0].differences)
-        return
-    for cell in ran:
-        yield difference_line(f"the machine of {cell.label}", cell.differences)
+    else:
+        yield from (difference_line(f"the machine of {cell.label}", cell.differences) for cell in ran)
+    yield verdict_sentence(found)
 
 
 def difference_line(what: str, differences: Any) -> str:
     """Each fact as `stored, now`; what a side does not have is a dash."""
     if not differences:
         return f"{what} is the same by every recorded fact"
-    shown = [f"{path} {_fact(a)}, now {_fact(b)}" for path, (a, b) in differences.items()]
+    sides = {path: [MISSING if fact is None else str(fact) for fact in pair] for path, pair in differences.items()}
+    shown = [f"{path} {stored}, now {now}" for path, (stored, now) in sides.items()]
     more = f"; and {len(shown) - MOST_DIFFERENCES} more" if len(shown) > MOST_DIFFERENCES else ""
     return f"{what} differs: {'; '.join(shown[:MOST_DIFFERENCES])}{more}"
-
-
-def _fact(value: object) -> str:
-    return MISSING if value is None else str(value)
 
 
 def verdict_sentence(found: Reproduction) -> str:
@@ -117,8 +99,11 @@ def verdict_sentence(found: Reproduction) -> str:
         return f"Not replayed: this machine can run none of the {total} cells."
     none = "Not reproduced" if found.count(ReplayVerdict.DIFFERS) else "Undecided"
     lead = "Reproduced" if good == total else "Reproduced in part" if good else none
+    cells = [cell for cell in found.cells if cell.verdict is ReplayVerdict.REPRODUCED]
+    effects = [m.detectable_ratio for cell in cells for m in cell.metrics if m.detectable_ratio is not None]
+    power = f" (a difference under {max(effects) * 100:.2g} % could have gone unseen)" if effects else ""
     rest = [
-        f"{count} {word}"
+        f"; {count} {word}"
         for verdict, word in (
             (ReplayVerdict.DIFFERS, "not"),
             (ReplayVerdict.UNDECIDED, "undecided"),
@@ -126,12 +111,4 @@ def verdict_sentence(found: Reproduction) -> str:
         )
         if (count := found.count(verdict))
     ]
-    return (
-        f"{lead}: {good} of {total} cells within their 95 % intervals{_power(found)}{''.join(f'; {r}' for r in rest)}."
-    )
-
-
-def _power(found: Reproduction) -> str:
-    good = [cell for cell in found.cells if cell.verdict is ReplayVerdict.REPRODUCED]
-    effects = [m.detectable_ratio for cell in good for m in cell.metrics if m.detectable_ratio is not None]
-    return f" (a difference under {max(effects) * 100:.2g} % could have gone unseen)" if effects else ""
+    return f"{lead}: {good} of {total} cells within their 95 % intervals{power}{''.join(rest)}."

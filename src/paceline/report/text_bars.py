@@ -1,19 +1,19 @@
-"""Curves for a terminal: a block per moment, and what replicas of served models did over a run as such strips."""
+"""Charts of block characters for a terminal: requests in flight of each replica over the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from paceline.analysis.findings import ReplicaTrace, Report, ServedTrace
+from paceline.analysis.findings import Report, ServedTrace
 from paceline.report.tables.served import MS
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.load_names import beside, cell_words, marked, replica_words
-from paceline.wording import MISSING, format_parts
+from paceline.wording import format_parts
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 20
-# Loads beyond so many rows are looked at on the page.
+# More rows are shown on the page only.
 MOST_ROWS = 16
 _COLUMNS = (
     Column("load", prose=True),
@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 def strip(values: Sequence[float], top: float, width: int = WIDTH) -> str:
-    """One block per moment, its height the mean of those it stands for; what is not 0 is never blank."""
+    """One block per moment, as high as the mean of its values; a mean above 0 is never blank."""
     if not values or top <= 0:
         return ""
     edges = [round(i * len(values) / width) for i in range(width + 1)]
@@ -44,37 +44,30 @@ def tables(report: Report) -> tuple[Table, ...]:
         return ()
     named = beside(found)
     rows: list[tuple[Cell, ...]] = []
-    told: list[ServedTrace] = []
+    shown: list[ServedTrace] = []
     for trace in found.traces:
-        if not told or len(rows) + len(trace.replicas) <= MOST_ROWS:
-            rows += _rows(trace, marked(cell_words(trace.axes, named), trace.is_believed))
-            told.append(trace)
-    left = len(found.traces) - len(told)
+        if shown and len(rows) + len(trace.replicas) > MOST_ROWS:
+            continue
+        shown.append(trace)
+        top = max((max(replica.in_flight, default=0.0) for replica in trace.replicas), default=0.0)
+        name = marked(cell_words(trace.axes, named), trace.is_believed)
+        for replica in trace.replicas:
+            died = "" if replica.died_s is None else f"gone after {replica.died_s:,.3g} s"
+            ttft = replica.ttft
+            latencies = (ttft.p50[0], ttft.p99[0]) if ttft else (None, None)
+            rows.append(
+                (
+                    Cell(name if replica is trace.replicas[0] else ""),
+                    Cell(replica_words(replica, trace), died),
+                    Cell(strip(replica.in_flight, top)),
+                    Cell(f"{max(replica.in_flight, default=0.0):,.0f}"),
+                    *(Cell(format_parts(s, None, None, MS)[0], tone="" if ttft else "quiet") for s in latencies),
+                    Cell(f"{replica.answered:,}"),
+                    Cell(f"{replica.failed:,}", tone="bad" if replica.failed else ""),
+                )
+            )
+    left = len(found.traces) - len(shown)
     notes = ("Blocks of one load have one scale; one launch of each cell.",)
     more = (f"{left} more load{'' if left == 1 else 's'} on the page.",) if left else ()
-    cells = tuple((trace.cell,) for trace in told for _ in trace.replicas)
+    cells = tuple((trace.cell,) for trace in shown for _ in trace.replicas)
     return (Table("Over the run", _COLUMNS, tuple(rows), (*notes, *more), cells),)
-
-
-def _rows(trace: ServedTrace, name: str) -> Iterator[tuple[Cell, ...]]:
-    top = max((max(replica.in_flight, default=0.0) for replica in trace.replicas), default=0.0)
-    for i, replica in enumerate(trace.replicas):
-        yield (
-            Cell("" if i else name),
-            Cell(
-                replica_words(replica, trace),
-                (f"gone after {replica.died_s:,.3g} s" if replica.died_s is not None else ""),
-            ),
-            Cell(strip(replica.in_flight, top)),
-            Cell(f"{max(replica.in_flight, default=0.0):,.0f}"),
-            *_first_token(replica),
-            Cell(f"{replica.answered:,}"),
-            Cell(f"{replica.failed:,}", tone="bad" if replica.failed else ""),
-        )
-
-
-def _first_token(replica: ReplicaTrace) -> tuple[Cell, Cell]:
-    if replica.ttft is None:
-        return Cell(MISSING, tone="quiet"), Cell(MISSING, tone="quiet")
-    (p50, _), (p99, _) = (format_parts(value, None, None, MS) for value in (replica.ttft.p50[0], replica.ttft.p99[0]))
-    return Cell(p50), Cell(p99)

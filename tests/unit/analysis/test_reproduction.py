@@ -179,4 +179,6 @@ def test_sentences_follow_the_verdicts(stored: list[RunRecord], golden: object) 
     assert (good.reproduced, bad.reproduced, both.reproduced, refused.reproduced) == (True, False, False, False)
     lines = list(reproduction_lines(good))
     assert lines == golden
-    assert [row[5].text for row in metrics_table(bad).rows] == ["✗ beyond", "✗ beyond", "✓ within"]
+    table = metrics_table(bad)
+    assert table is not None
+    assert [row[5].text for row in table.rows] == ["✗ beyond", "✗ beyond", "✓ within"]

@@ -10,14 +10,13 @@ from served_records import CLIENT, S, record, replica, request, stage
 
 from paceline import cli
 from paceline.analysis.served import verdicts
-from paceline.report.tables.one_run import record_lines
-from paceline.report.tables.one_served_run import lines
+from paceline.report.tables.one_run import record_lines, served_lines
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
 
 def shown(found: RunRecord) -> list[str]:
-    return list(lines(verdicts.loads_of_run(found), verdicts.replicas_of_run(found)))
+    return list(served_lines(verdicts.loads_of_run(found), verdicts.replicas_of_run(found)))
 
 
 def test_what_failed_is_told_by_class_with_one_detail(golden: object) -> None:

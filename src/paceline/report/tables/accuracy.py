@@ -1,12 +1,10 @@
-"""What served models answered, beside how fast: scores, targets, and replicas that do not answer as the others do."""
+"""The answers of served models: scores, targets, and replicas whose answers differ from the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings import Report
 from paceline.analysis.findings.served import AGREES, FAILED, PASSED, SMOKE, Accuracy, ReplicaAnswers
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, format_parts
 
@@ -25,27 +23,24 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def sentence(report: Report) -> str:
-    """What failed and who is suspect first, then what passed; empty if answers were not looked at or all agree."""
-    return " ".join((*_failures(report), *_suspects(report), *_passes(report)))
+    """Failures and suspect replicas first, then what passed; empty if answers were not checked or all agree."""
+    failed = [found for found in report.accuracy if found.verdict == FAILED]
+    suspect = [each for found in report.accuracy for each in found.replicas if each.flag]
+    passed = sum(found.verdict == PASSED for found in report.accuracy)
+    parts = [f"Failed accuracy: {_missed_targets(found)}." for found in failed]
+    parts += [f"Suspect: {flag_text(each)}." for each in suspect]
+    parts += [f"Accuracy passed in {passed} {'cell' if passed == 1 else 'cells'}, on the whole set."] if passed else []
+    return " ".join(parts)
 
 
-def _failures(report: Report) -> Iterator[str]:
-    for found in report.accuracy:
-        if found.verdict == FAILED:
-            missed = [_target_text(t.metric, t.value, t.low, t.high) for t in found.targets if not t.ok]
-            yield f"Failed accuracy: {'; '.join(missed)}."
+def _missed_targets(found: Accuracy) -> str:
+    """`ROUGE-1 is 40.1000, at least 43.8000 is needed`."""
 
+    def needed(low: float, high: float | None) -> str:
+        return f"at least {low:.4f} is needed" if high is None else f"{low:,.0f} to {high:,.0f} are accepted"
 
-def _target_text(metric: str, value: float, low: float, high: float | None) -> str:
-    needed = f"at least {low:.4f} is needed" if high is None else f"{low:,.0f} to {high:,.0f} are accepted"
-    return f"{_HEADINGS[metric]} is {value:,.4f}, {needed}"
-
-
-def _suspects(report: Report) -> Iterator[str]:
-    for found in report.accuracy:
-        for each in found.replicas:
-            if each.flag:
-                yield f"Suspect: {flag_text(each)}."
+    missed = [target for target in found.targets if not target.ok]
+    return "; ".join(f"{_HEADINGS[t.metric]} is {t.value:,.4f}, {needed(t.low, t.high)}" for t in missed)
 
 
 def flag_text(each: ReplicaAnswers) -> str:
@@ -57,88 +52,63 @@ def flag_text(each: ReplicaAnswers) -> str:
     return f"replica {each.replica}{where} {each.flag}{doubt}"
 
 
-def _passes(report: Report) -> Iterator[str]:
-    passed = sum(found.verdict == PASSED for found in report.accuracy)
-    if passed:
-        yield f"Accuracy passed in {passed} {'cell' if passed == 1 else 'cells'}, on the whole set."
-
-
 # --- tables ---
 
 
 def _scores(report: Report) -> Table | None:
     scored = [found for found in report.accuracy if found.scores or found.note]
-    if not scored:
-        return None
     metrics = list(dict.fromkeys(m.metric for found in scored for m in found.scores))
-    columns = (
-        Column("what", prose=True),
-        Column("accuracy"),
-        Column("samples", numeric=True, priority=1),
-        *(Column(_HEADINGS[metric], numeric=True, priority=0 if i < 1 else 2) for i, metric in enumerate(metrics)),
+
+    def score(metric: str) -> Filled[Accuracy]:
+        heading = Column(_HEADINGS[metric], numeric=True, priority=0 if metric == metrics[0] else 2)
+        return heading, lambda found: measured_cell({m.metric: m for m in found.scores}.get(metric))
+
+    def verdict(found: Accuracy) -> Cell:
+        text = found.verdict or "not scored"
+        return Cell(text, _missed_targets(found), TONES.get(text, "quiet"))
+
+    columns: tuple[Filled[Accuracy], ...] = (
+        (Column("what", prose=True), lambda found: cell_name(report, found.cell, found.axes, varying_axes(report))),
+        (Column("accuracy"), verdict),
+        (Column("samples", numeric=True, priority=1), lambda found: f"{found.scored:,}"),
+        *map(score, metrics),
     )
-    rows = tuple(_score_row(report, found, metrics) for found in scored)
-    notes = (*(_note(found) for found in scored if found.note), *((RULE,) if metrics else ()))
-    return Table("Accuracy", columns, rows, tuple(dict.fromkeys(notes)), tuple((found.cell,) for found in scored))
-
-
-def _note(found: Accuracy) -> str:
-    text = found.note or ""
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _score_row(report: Report, found: Accuracy, metrics: list[str]) -> tuple[Cell, ...]:
-    by_metric = {m.metric: m for m in found.scores}
-    verdict = found.verdict or "not scored"
-    return (
-        Cell(cell_name(report, found.cell, found.axes, varying_axes(report))),
-        Cell(
-            verdict,
-            "; ".join(_target_text(t.metric, t.value, t.low, t.high) for t in found.targets if not t.ok),
-            TONES.get(verdict, "quiet"),
-        ),
-        Cell(f"{found.scored:,}"),
-        *(_score(by_metric.get(metric)) for metric in metrics),
-    )
-
-
-def _score(m: Measurement | None) -> Cell:
-    return Cell(MISSING) if m is None else Cell(*format_parts(m.value, m.low, m.high))
+    notes = [f"{found.note[0].upper()}{found.note[1:]}." for found in scored if found.note]
+    notes += [RULE] if metrics else []
+    return filled("Accuracy", scored, columns, dict.fromkeys(notes), lambda found: (found.cell,))
 
 
 def _replicas(report: Report) -> Table | None:
     found = [(each, one) for each in report.accuracy for one in each.replicas]
-    if not found:
-        return None
     metrics = list(dict.fromkeys(m.metric for _, one in found for m in one.scores))[:1]
     several = len({each.cell for each, _ in found}) > 1
-    columns = (
-        *((Column("what", prose=True),) if several else ()),
-        Column("replica"),
-        Column("answers"),
-        Column("output over the whole load, tokens/s", numeric=True),
-        *(Column(_HEADINGS[metric], numeric=True, priority=1) for metric in metrics),
-        Column("flag", prose=True),
+
+    def name(pair: tuple[Accuracy, ReplicaAnswers]) -> str:
+        return cell_name(report, pair[0].cell, pair[0].axes, varying_axes(report))
+
+    def answers(pair: tuple[Accuracy, ReplicaAnswers]) -> Cell:
+        one = pair[1]
+        how = f"{one.asked - one.odd} of {one.asked} as the majority" if one.agreement else ""
+        return Cell(one.agreement or MISSING, how, "bad" if one.flag else TONES.get(one.agreement or "", "quiet"))
+
+    def score(metric: str) -> Filled[tuple[Accuracy, ReplicaAnswers]]:
+        heading = Column(_HEADINGS[metric], numeric=True, priority=1)
+        return heading, lambda pair: measured_cell({m.metric: m for m in pair[1].scores}.get(metric))
+
+    columns: tuple[Filled[tuple[Accuracy, ReplicaAnswers]], ...] = (
+        *([(Column("what", prose=True), name)] if several else []),
+        (Column("replica"), lambda pair: Cell(str(pair[1].replica), pair[1].host or "")),
+        (Column("answers"), answers),
+        (
+            Column("output over the whole load, tokens/s", numeric=True),
+            lambda pair: format_parts(pair[1].tokens_per_s, None, None)[0],
+        ),
+        *map(score, metrics),
+        (Column("flag", prose=True), lambda pair: Cell(pair[1].flag or "", "", "bad" if pair[1].flag else "")),
     )
-    rows = tuple(_replica_row(report, each, one, metrics, several) for each, one in found)
     note = (
         "Every replica got the same prompts outside the timed load. A flagged replica may be fast because it does "
         "different work, so its speed is always shown with the flag. Tokens/s cover the whole time of its loads, "
         "including waits for other replicas."
     )
-    return Table("Answers by replica", columns, rows, (note,), tuple((each.cell,) for each, _ in found))
-
-
-def _replica_row(
-    report: Report, each: Accuracy, one: ReplicaAnswers, metrics: list[str], several: bool
-) -> tuple[Cell, ...]:
-    scores = {m.metric: m for m in one.scores}
-    how = f"{one.asked - one.odd} of {one.asked} as the majority" if one.agreement else ""
-    return (
-        *((Cell(cell_name(report, each.cell, each.axes, varying_axes(report))),) if several else ()),
-        Cell(str(one.replica), one.host or ""),
-        Cell(one.agreement or MISSING, how, "bad" if one.flag else TONES.get(one.agreement or "", "quiet")),
-        Cell(format_parts(one.tokens_per_s, None, None)[0]),
-        *(_score(scores.get(metric)) for metric in metrics),
-        Cell(one.flag or "", "", "bad" if one.flag else ""),
-    )
+    return filled("Answers by replica", found, columns, (note,), lambda pair: (pair[0].cell,))

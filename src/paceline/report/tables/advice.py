@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.analysis.findings import Alternative, MemoryAdvice, Report
 from paceline.analysis.findings.cell_axes import describe
 from paceline.report.tables.memory import GIB, MIB
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.report.text.cells import varying_axes
 from paceline.results.memory_components import SPARE_RATIO
 from paceline.wording import format_parts
@@ -25,25 +25,20 @@ OTHER_WORK_NOTE = f"{OTHER_WORK}: the change uses different batches or arithmeti
 def tables(report: Report) -> tuple[Table, ...]:
     """One row per out-of-memory run with advice; empty if there is none."""
     named = varying_axes(report)
-    rows = tuple(
-        (Cell(describe(found.axes, named), f"at {batch_text(found)}, in {size(found.room_bytes)}"), Cell(remedy(found)))
-        for found in report.memory_advice
+    columns: tuple[Filled[MemoryAdvice], ...] = (
+        (
+            Column("out of memory", prose=True),
+            lambda found: Cell(describe(found.axes, named), f"at {batch_text(found)}, in {size(found.room_bytes)}"),
+        ),
+        (Column("predicted to fit", prose=True), remedy),
     )
-    columns = (Column("out of memory", prose=True), Column("predicted to fit", prose=True))
-    changes = any(each.fits and not each.keeps_work for found in report.memory_advice for each in found.alternatives)
-    notes = (NOTE, *((OTHER_WORK_NOTE,) if changes else ()), *_unpredicted(report))
-    cells = tuple((found.cell,) for found in report.memory_advice)
-    return (Table("Out of memory: what is predicted to fit", columns, rows, notes, cells),) if rows else ()
-
-
-def _unpredicted(report: Report) -> Iterator[str]:
-    seen = dict.fromkeys(
-        f"Not predicted: {each.change} ({each.note})."
-        for found in report.memory_advice
-        for each in found.alternatives
-        if each.peak_bytes is None
-    )
-    yield from seen
+    every = [each for found in report.memory_advice for each in found.alternatives]
+    changes = any(each.fits and not each.keeps_work for each in every)
+    unpredicted = (f"Not predicted: {each.change} ({each.note})." for each in every if each.peak_bytes is None)
+    notes = (NOTE, *((OTHER_WORK_NOTE,) if changes else ()), *dict.fromkeys(unpredicted))
+    title = "Out of memory: what is predicted to fit"
+    table = filled(title, report.memory_advice, columns, notes, lambda found: (found.cell,))
+    return (table,) if table else ()
 
 
 def sentence(found: MemoryAdvice) -> str:

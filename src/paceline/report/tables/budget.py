@@ -5,14 +5,14 @@ Samples are comparable only if they have the same length and data: each such set
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from paceline.analysis.findings import Measurement, Offer, Report, offers_of
+from paceline.analysis.findings import Offer, Report, offers_of
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.host.prices import GIVEN
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
 from paceline.report.text.cells import cell_name, varying_axes
-from paceline.wording import MISSING, Scale, format_number, format_parts, short_count
+from paceline.wording import MISSING, Scale, format_number, short_count
 
 _USD, _PERCENT, _HOURS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600)
 EFFICIENCY = "scaling_efficiency_ratio"
@@ -27,8 +27,8 @@ PER_NODE_COST = "Cost rises as efficiency falls: at 100 % efficiency it would no
 
 def offers(report: Report) -> list[Offer]:
     """Cells with a requested number of samples, fewest devices first."""
-    asked = [offer for offer in offers_of(report.costs) if offer.lead.samples_cost_usd]
-    return sorted(asked, key=lambda offer: (describe(offer.lead.axes, ()), offer.lead.devices))
+    requested = [offer for offer in offers_of(report.costs) if offer.lead.samples_cost_usd]
+    return sorted(requested, key=lambda offer: (describe(offer.lead.axes, ()), offer.lead.devices))
 
 
 def tables(report: Report) -> tuple[Table, ...]:
@@ -44,51 +44,38 @@ def tables(report: Report) -> tuple[Table, ...]:
 def _table(report: Report, ours: Sequence[Offer]) -> Table:
     lead, spot = ours[0].lead, ours[0].spot
     kind = "cost" if lead.price.kind == GIVEN else lead.price.kind
-    columns = (
-        Column("what", prose=True),
-        Column("nodes", numeric=True),
-        Column("time, h", numeric=True),
-        Column(f"{kind}, USD", numeric=True),
-        *([Column("spot, USD", numeric=True)] if spot else []),
-        Column("1000 samples, USD", numeric=True, priority=3),
-        Column("efficiency, %", numeric=True, priority=2),
-        Column("tokens per sample", numeric=True, priority=4),
-    )
     named = [name for name in varying_axes(report) if name != "nodes"]
     efficiencies = {m.cell: m for m in report.measurements if m.metric == EFFICIENCY}
-    rows = tuple(
-        _row(o, cell_name(report, o.lead.cell, o.lead.axes, named), efficiencies.get(o.lead.cell)) for o in ours
+
+    def spot_cost(o: Offer) -> Cell:
+        return measured_cell(o.spot.samples_cost_usd if o.spot else None, _USD)
+
+    def sample_tokens(o: Offer) -> str:
+        return MISSING if o.lead.tokens_per_sample is None else format_number(o.lead.tokens_per_sample, 0)
+
+    columns: tuple[Filled[Offer], ...] = (
+        (Column("what", prose=True), lambda o: cell_name(report, o.lead.cell, o.lead.axes, named)),
+        (Column("nodes", numeric=True), lambda o: str(o.lead.axes.get("nodes"))),
+        (Column("time, h", numeric=True), lambda o: measured_cell(o.lead.samples_time_s, _HOURS)),
+        (Column(f"{kind}, USD", numeric=True), lambda o: measured_cell(o.lead.samples_cost_usd, _USD)),
+        *([(Column("spot, USD", numeric=True), spot_cost)] if spot else []),
+        (
+            Column("1000 samples, USD", numeric=True, priority=3),
+            lambda o: measured_cell(o.lead.usd_per_1k_samples, _USD),
+        ),
+        (
+            Column("efficiency, %", numeric=True, priority=2),
+            lambda o: measured_cell(efficiencies.get(o.lead.cell), _PERCENT),
+        ),
+        (Column("tokens per sample", numeric=True, priority=4), sample_tokens),
     )
+    notes = [*(f"{cost.price.origin}." for cost in (lead, spot) if cost), MEASURED_ONLY]
+    notes += [PER_NODE_COST] if any(offer.lead.cell in efficiencies for offer in ours) else []
     axes, count = lead.axes, short_count(lead.train_samples or 0)
     title = f"{count} samples of {axes.get('sequence_length')} tokens, {axes.get('data')}: time and cost"
-    return Table(title, columns, rows, tuple(_notes(ours, efficiencies.values())), tuple((o.lead.cell,) for o in ours))
-
-
-def _row(offer: Offer, label: str, efficiency: Measurement | None) -> tuple[Cell, ...]:
-    lead, spot = offer.lead, offer.spot
-    mean = lead.tokens_per_sample
-    return (
-        Cell(label),
-        Cell(str(lead.axes.get("nodes"))),
-        _cell(lead.samples_time_s, _HOURS),
-        _cell(lead.samples_cost_usd, _USD),
-        *([_cell(spot.samples_cost_usd, _USD)] if spot else []),
-        _cell(lead.usd_per_1k_samples, _USD),
-        _cell(efficiency, _PERCENT),
-        Cell(MISSING if mean is None else format_number(mean, 0)),
-    )
-
-
-def _cell(m: Measurement | None, scale: Scale) -> Cell:
-    return Cell(MISSING) if m is None else Cell(*format_parts(m.value, m.low, m.high, scale))
-
-
-def _notes(ours: Sequence[Offer], efficiencies: Iterable[Measurement]) -> Iterable[str]:
-    yield from (f"{cost.price.origin}." for cost in (ours[0].lead, ours[0].spot) if cost)
-    yield MEASURED_ONLY
-    cells = {offer.lead.cell for offer in ours}
-    if any(m.cell in cells for m in efficiencies):
-        yield PER_NODE_COST
+    table = filled(title, ours, columns, notes, lambda o: (o.lead.cell,))
+    assert table is not None
+    return table
 
 
 def series_name(report: Report, offer: Offer) -> str:

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.errors import Scalar
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, without_empty
 from paceline.report.text.measurements import format_brief
-from paceline.wording import MISSING, Scale, format_number, format_parts
+from paceline.wording import MISSING, Scale, format_number
 
 TERA, GIGA, PERCENT = Scale("TFLOP/s", 1e-12), Scale("GB/s", 1e-9), Scale("%", 100.0)
 GIGAFLOPS = Scale("GFLOP/s", 1e-9)
 PINNED, PAGEABLE = "pinned", "pageable"
 DIRECTIONS = ("forward", "grad input", "grad weight")
-# A device this far under the median of its peers is worth a look.
+# A device this far below the median of its peers is marked.
 SLOW_DEVICE_RATIO = 0.95
 MOST_REASONS = 4
-
-Rows = tuple[tuple[Cell, ...], ...]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
     """Empty if the report has no such runs. One set per cell that measured kernels."""
-    found: dict[str, list[Measurement]] = {}
+    cells: dict[str, list[Measurement]] = {}
     for m in report.measurements:
         if "kernel" in m.axes:
-            found.setdefault(m.cell, []).append(m)
-    made = [_tables_of(_title(ours, len(found) > 1), ours) for ours in found.values()]
-    return tuple(table for tables in made for table in tables if table.rows)
+            cells.setdefault(m.cell, []).append(m)
+    found: list[Table | None] = []
+    for measured in cells.values():
+        suffix = f" ({describe(measured[0].axes)})" if len(cells) > 1 else ""
+        model, whole = measured[0].axes["model"], [m for m in measured if m.axes["rank"] is None]
+        found += (
+            peaks(f"Ceilings: matrix products{suffix}", whole),
+            products(f"Ceilings: products of {model}{suffix}", whole),
+            copies(f"Ceilings: copies{suffix}", whole),
+            attention(f"Ceilings: attention of {model}{suffix}", whole),
+            devices(f"Ceilings by device{suffix}", measured),
+        )
+    return tuple(table for table in found if table and table.rows)
 
 
 def sentence(report: Report) -> str:
@@ -43,25 +53,10 @@ def sentence(report: Report) -> str:
         peaks = ", ".join(f"{format_brief(m, scale)} in {m.axes['dtype']}" for m in best)
         said.append(f"Matrix products reach {peaks} ({scale.unit}).")
     if copies:
-        # The largest: smaller ones may lie in a cache.
+        # The largest: smaller ones may fit in a cache.
         largest = max(copies, key=lambda m: float(m.axes["size"] or 0))
         said.append(f"Memory is copied at {format_brief(largest, GIGA)} GB/s, reading and writing.")
     return " ".join(said)
-
-
-def _title(measured: Sequence[Measurement], several: bool) -> str:
-    return f" ({describe(measured[0].axes)})" if several else ""
-
-
-def _tables_of(suffix: str, measured: Sequence[Measurement]) -> tuple[Table, ...]:
-    whole = [m for m in measured if m.axes["rank"] is None]
-    return (
-        peaks(f"Ceilings: matrix products{suffix}", whole),
-        products(f"Ceilings: products of {measured[0].axes['model']}{suffix}", whole),
-        copies(f"Ceilings: copies{suffix}", whole),
-        attention(f"Ceilings: attention of {measured[0].axes['model']}{suffix}", whole),
-        devices(f"Ceilings by device{suffix}", measured),
-    )
 
 
 def scale_for(measured: Iterable[Measurement]) -> Scale:
@@ -69,40 +64,36 @@ def scale_for(measured: Iterable[Measurement]) -> Scale:
     return TERA if any((m.value or 0.0) >= 1e12 for m in measured) else GIGAFLOPS
 
 
-def peaks(title: str, measured: Sequence[Measurement]) -> Table:
+def peaks(title: str, measured: Sequence[Measurement]) -> Table | None:
     """The best product of each dtype and the shape that reached it; a dtype without one says why."""
-    best = {m.axes["dtype"]: m for m in measured if m.metric == "achievable_flops_per_s"}
-    shares = {m.axes["dtype"]: m for m in measured if m.metric == "datasheet_share_ratio"}
-    ridges = {m.axes["dtype"]: m for m in measured if m.metric == "ridge_flops_per_byte"}
+    best, shares, ridges = (
+        {m.axes["dtype"]: m for m in measured if m.metric == metric}
+        for metric in ("achievable_flops_per_s", "datasheet_share_ratio", "ridge_flops_per_byte")
+    )
     scale = scale_for(best.values())
     dtypes = list(dict.fromkeys(m.axes["dtype"] for m in measured if m.axes["kernel"] == "matmul"))
-    rows = tuple(
+
+    def reached_by(dtype: Scalar) -> str:
+        if dtype in best:
+            return str(best[dtype].axes["label"])
+        missing = (m.note for m in measured if m.axes["dtype"] == dtype and m.value is None and m.note)
+        return next(missing, MISSING)
+
+    columns: tuple[Filled[Scalar], ...] = (
+        (Column("dtype"), str),
+        (Column(f"achievable, {scale.unit}", numeric=True), lambda dtype: measured_cell(best.get(dtype), scale)),
+        (Column("reached by (m x n x k)", prose=True), reached_by),
+        (Column("of datasheet, %", numeric=True, priority=1), lambda dtype: _cell(shares.get(dtype), PERCENT)),
         (
-            Cell(str(dtype)),
-            _cell(best.get(dtype), scale, interval=True),
-            Cell(
-                str(best[dtype].axes["label"])
-                if dtype in best
-                else next(
-                    (m.note for m in measured if m.axes["dtype"] == dtype and m.value is None and m.note), MISSING
-                )
-            ),
-            _cell(shares.get(dtype), PERCENT),
-            _cell(ridges.get(dtype), Scale("FLOP/byte")),
-        )
-        for dtype in dtypes
+            Column("ridge, FLOP/byte", numeric=True, priority=2),
+            lambda dtype: _cell(ridges.get(dtype), Scale("FLOP/byte")),
+        ),
     )
-    columns = (
-        Column("dtype"),
-        Column(f"achievable, {scale.unit}", numeric=True),
-        Column("reached by (m x n x k)", prose=True),
-        Column("of datasheet, %", numeric=True, priority=1),
-        Column("ridge, FLOP/byte", numeric=True, priority=2),
-    )
-    said = "Best product measured, by its median iteration; random data." + (
-        " fp8: e4m3, bf16 result, fast accumulation." if "fp8" in dtypes else ""
-    )
-    return _without_empty(Table(title, columns, rows, (said, *_notes(best.values()))))
+    notes = ["Best product measured, by its median iteration; random data."]
+    if "fp8" in dtypes:
+        notes[0] += " fp8: e4m3, bf16 result, fast accumulation."
+    table = filled(title, dtypes, columns, (*notes, *_notes(best.values())))
+    return table and without_empty(table)[0]
 
 
 def products(title: str, measured: Sequence[Measurement]) -> Table:
@@ -118,7 +109,10 @@ def products(title: str, measured: Sequence[Measurement]) -> Table:
         if any(m.value is not None for (_, _, of), m in cells.items() if of == dtype)
     )
     columns = (Column("layer"), Column("dtype"), *(Column(f"{way}, {scale.unit}", numeric=True) for way in DIRECTIONS))
-    return Table(title, columns, rows, (*_shapes(ours), *_refusals(ours)))
+    forward = (str(m.axes["label"]) for (_, way, _), m in cells.items() if way == "forward")
+    shapes = "; ".join(dict.fromkeys(label.replace(" forward,", "") for label in forward))
+    notes = (f"Forward shapes (m x n x k): {shapes}.",) if shapes else ()
+    return Table(title, columns, rows, (*notes, *_refusals(ours)))
 
 
 def _product_of(m: Measurement) -> tuple[str, str, str]:
@@ -126,13 +120,6 @@ def _product_of(m: Measurement) -> tuple[str, str, str]:
     name = str(m.axes["label"]).partition(",")[0]
     way = next(way for way in DIRECTIONS if name.endswith(way))
     return name.removesuffix(way).strip(), way, str(m.axes["dtype"])
-
-
-def _shapes(ours: Sequence[Measurement]) -> tuple[str, ...]:
-    shapes = dict.fromkeys(
-        str(m.axes["label"]).replace(" forward,", "") for m in ours if _product_of(m)[1] == "forward"
-    )
-    return (f"Forward shapes (m x n x k): {'; '.join(shapes)}.",) if shapes else ()
 
 
 def copies(title: str, measured: Sequence[Measurement]) -> Table:
@@ -150,7 +137,7 @@ def copies(title: str, measured: Sequence[Measurement]) -> Table:
     heads = (f"{named[kernel]}{' ' if variant else ''}{variant}, GB/s" for kernel, variant in wanted)
     columns = (Column("size"), *(Column(head, numeric=True) for head in heads))
     said = ("Memory copy counts every byte twice, read and written; the bus once. GB is 1e9 bytes.",)
-    return _without_empty(Table(title, columns, rows, (*said, *_refusals(ours.values()))))
+    return without_empty(Table(title, columns, rows, (*said, *_refusals(ours.values()))))[0]
 
 
 _COPIES = ("copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
@@ -180,20 +167,30 @@ def attention(title: str, measured: Sequence[Measurement]) -> Table:
     return Table(title, columns, rows, (said, *_refusals(ours)))
 
 
-def devices(title: str, measured: Sequence[Measurement]) -> Table:
+def devices(title: str, measured: Sequence[Measurement]) -> Table | None:
     """Ceilings of each rank; one that is 5 % below the median of its peers is marked."""
-    own = [m for m in measured if m.axes["rank"] is not None]
-    kinds = list(dict.fromkeys(map(_ceiling_name, own)))
-    by = {(m.axes["rank"], _ceiling_name(m)): m for m in own}
-    ranks = sorted({m.axes["rank"] for m in own if isinstance(m.axes["rank"], int)}, key=int)
-    scales = {kind: _ceiling_scale([m for m in own if _ceiling_name(m) == kind]) for kind in kinds}
-    middles = {kind: _median([m.value for (_, k), m in by.items() if k == kind]) for kind in kinds}
-    rows = tuple(
-        (Cell(str(rank)), *(_beside_peers(by.get((rank, kind)), scales[kind], middles[kind]) for kind in kinds))
-        for rank in ranks
-    )
-    columns = (Column("rank", numeric=True), *(Column(f"{k}, {scales[k].unit}", numeric=True) for k in kinds))
-    return Table(title, columns, rows, ("Smaller print: over the median of all ranks.",))
+    own: dict[str, dict[int, Measurement]] = {}
+    for m in measured:
+        if isinstance(rank := m.axes["rank"], int):
+            own.setdefault(_ceiling_name(m), {})[rank] = m
+
+    def column(name: str) -> Filled[int]:
+        ours = own[name]
+        scale = scale_for(ours.values()) if next(iter(ours.values())).unit == "FLOP/s" else GIGA
+        middle = statistics.median(m.value for m in ours.values() if m.value is not None)
+
+        def beside_peers(rank: int) -> Cell:
+            m = ours.get(rank)
+            if m is None or m.value is None:
+                return Cell(MISSING)
+            share = m.value / middle
+            return Cell(format_brief(m, scale), format_number(share, 3), "bad" if share < SLOW_DEVICE_RATIO else "")
+
+        return Column(f"{name}, {scale.unit}", numeric=True), beside_peers
+
+    ranks = sorted({rank for ours in own.values() for rank in ours})
+    columns: tuple[Filled[int], ...] = ((Column("rank", numeric=True), str), *map(column, own))
+    return filled(title, ranks, columns, ("Smaller print: over the median of all ranks.",))
 
 
 def _ceiling_name(m: Measurement) -> str:
@@ -202,31 +199,12 @@ def _ceiling_name(m: Measurement) -> str:
     return " ".join(filter(None, (str(m.axes["kernel"]), str(m.axes["variant"]))))
 
 
-def _ceiling_scale(ours: Sequence[Measurement]) -> Scale:
-    return scale_for(ours) if ours[0].unit == "FLOP/s" else GIGA
-
-
-def _median(values: Iterable[float | None]) -> float:
-    import statistics
-
-    return statistics.median(v for v in values if v is not None)
-
-
-def _beside_peers(m: Measurement | None, scale: Scale, middle: float) -> Cell:
-    if m is None or m.value is None:
-        return Cell(MISSING)
-    share = m.value / middle
-    return Cell(format_brief(m, scale), format_number(share, 3), "bad" if share < SLOW_DEVICE_RATIO else "")
-
-
-def _cell(m: Measurement | None, scale: Scale, interval: bool = False) -> Cell:
-    if m is None or m.value is None:
-        return Cell(MISSING)
-    return Cell(*format_parts(m.value, m.low, m.high, scale)) if interval else Cell(format_brief(m, scale))
+def _cell(m: Measurement | None, scale: Scale) -> Cell:
+    return Cell(MISSING if m is None or m.value is None else format_brief(m, scale))
 
 
 def _notes(measured: Iterable[Measurement]) -> tuple[str, ...]:
-    """Each note once, with the dtypes it is about where it is not about all."""
+    """Each note once, with its dtypes unless it applies to all."""
     said: dict[str, list[str]] = {}
     found = list(measured)
     for m in found:
@@ -243,20 +221,8 @@ def _refusals(measured: Iterable[Measurement]) -> tuple[str, ...]:
     said: dict[str, list[str]] = {}
     for m in measured:
         if m.value is None and m.note:
-            said.setdefault(m.note, []).append(_stopped(m))
+            name = f"{_product_of(m)[0]} {m.axes['dtype']}" if m.axes["kernel"] == "matmul" else ""
+            said.setdefault(m.note, []).append(name or str(m.axes["variant"] or m.axes["kernel"]))
     lines = [f"{', '.join(dict.fromkeys(what))}: {reason.rstrip('.')}." for reason, what in said.items()]
     more = [f"and {len(lines) - MOST_REASONS} more reasons"] if len(lines) > MOST_REASONS else []
     return (*lines[:MOST_REASONS], *more)
-
-
-def _stopped(m: Measurement) -> str:
-    if m.axes["kernel"] == "matmul":
-        return " ".join((_product_of(m)[0], str(m.axes["dtype"])))
-    return str(m.axes["variant"] or m.axes["kernel"])
-
-
-def _without_empty(table: Table) -> Table:
-    """Columns in which no row has a number say nothing."""
-    keep = [i for i in range(len(table.columns)) if any(row[i].text != MISSING for row in table.rows)]
-    rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
-    return Table(table.title, tuple(table.columns[i] for i in keep), rows, table.notes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.analysis.findings import Claim, ClaimedTransfers, Report
+from paceline.analysis.findings import Claim, ClaimedTransfer, ClaimedTransfers, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.wording import MISSING, Scale, format_number, format_parts, places, scale_of
 
 _MS, _PERCENT, _MEGABYTES = Scale("ms", 1e3), Scale("%", 100.0), Scale("MB", 1e-6)
@@ -26,7 +26,7 @@ _COLUMNS = {
     "relative_cost_ratio": ("relative cost", 4),
     "tokens_per_step": ("tokens/step", 2),
 }
-# What is not stated itself but follows from what is.
+# Values that follow from stated ones.
 _SAID = {"tokens_per_step": "by its stated batch"}
 
 
@@ -34,7 +34,8 @@ def tables(report: Report) -> tuple[Table, ...]:
     """What each source says, and what its bytes alone would say; empty if nothing was imported."""
     sources = dict.fromkeys(claim.source for claim in report.claims)
     said = (_claims(source, [c for c in report.claims if c.source == source]) for source in sources)
-    return (*said, *map(_transfers, report.claimed_transfers))
+    found = (*said, *map(_transfers, report.claimed_transfers))
+    return tuple(table for table in found if table)
 
 
 def sentence(report: Report) -> str:
@@ -53,16 +54,21 @@ def sentence(report: Report) -> str:
     return " ".join((*parts, *(_explained(t) for t in report.claimed_transfers)))
 
 
-def _claims(source: str, claims: Sequence[Claim]) -> Table:
+def _claims(source: str, claims: Sequence[Claim]) -> Table | None:
     by_run: dict[str, dict[str, Claim]] = {}
     for claim in claims:
         by_run.setdefault(claim.run, {})[claim.metric] = claim
-    metrics = [name for name in _COLUMNS if any(claim.metric == name for claim in claims)]
-    scales = {name: _scale(name, claims) for name in metrics}
-    columns = [Column("what", prose=True), *(_column(name, scales[name]) for name in metrics)]
-    rows = tuple(
-        (Cell(describe(next(iter(found.values())).axes)), *(_cell(found.get(name), scales[name]) for name in metrics))
-        for found in by_run.values()
+
+    def column(metric: str) -> Filled[dict[str, Claim]]:
+        unit = next(c.unit for c in claims if c.metric == metric)
+        scale = Scale("GB", 1e-9) if metric == "peak_memory_bytes" else scale_of(unit, metric)
+        heading, priority = _COLUMNS[metric]
+        heading += "" if scale.unit in ("tokens/s", "tokens/USD", "tokens", "times") else f", {scale.unit}"
+        return Column(heading, numeric=True, priority=priority), lambda found: _cell(found.get(metric), scale)
+
+    columns: tuple[Filled[dict[str, Claim]], ...] = (
+        (Column("what", prose=True), lambda found: describe(next(iter(found.values())).axes)),
+        *(column(name) for name in _COLUMNS if any(claim.metric == name for claim in claims)),
     )
     example = {c.metric: c for c in claims if c.contradicted and c.how}
     notes = [
@@ -70,18 +76,7 @@ def _claims(source: str, claims: Sequence[Claim]) -> Table:
         "If the other numbers of the source give a different value, that value is shown first, then the claimed one.",
         *(f"{_COLUMNS[m][0]}, {describe(c.axes)}: {c.how}." for m, c in example.items()),
     ]
-    return Table(f"Claimed by {source}", tuple(columns), rows, tuple(notes))
-
-
-def _scale(metric: str, claims: Sequence[Claim]) -> Scale:
-    ours = [c for c in claims if c.metric == metric]
-    return Scale("GB", 1e-9) if metric == "peak_memory_bytes" else scale_of(ours[0].unit, metric)
-
-
-def _column(metric: str, scale: Scale) -> Column:
-    heading, priority = _COLUMNS[metric]
-    unit = "" if scale.unit in ("tokens/s", "tokens/USD", "tokens", "times") else f", {scale.unit}"
-    return Column(heading + unit, numeric=True, priority=priority)
+    return filled(f"Claimed by {source}", by_run.values(), columns, notes)
 
 
 def _cell(claim: Claim | None, scale: Scale) -> Cell:
@@ -104,7 +99,7 @@ def _number(value: float | None, scale: Scale) -> str:
 
 
 def _stated(value: float | None, scale: Scale) -> str:
-    """As it was published: a claim is not ours to round."""
+    """The value as published, not rounded."""
     shown = scale.apply(value)
     return MISSING if shown is None else f"{float(f'{shown:.12g}'):,}".removesuffix(".0")
 
@@ -112,25 +107,15 @@ def _stated(value: float | None, scale: Scale) -> str:
 # --- what the bytes alone say ---
 
 
-def _transfers(t: ClaimedTransfers) -> Table:
-    columns = (
-        Column("what", prose=True),
-        Column("sent, MB", numeric=True),
-        Column("claimed step, ms", numeric=True),
-        Column("by bytes alone, ms", numeric=True),
-        Column("error, %", numeric=True),
+def _transfers(t: ClaimedTransfers) -> Table | None:
+    columns: tuple[Filled[ClaimedTransfer], ...] = (
+        (Column("what", prose=True), lambda row: describe(row.axes)),
+        (Column("sent, MB", numeric=True), lambda row: _number(row.sent_bytes, _MEGABYTES)),
+        (Column("claimed step, ms", numeric=True), lambda row: _stated(row.claimed_s, _MS)),
+        (Column("by bytes alone, ms", numeric=True), lambda row: _number(row.explained_s, _MS)),
+        (Column("error, %", numeric=True), lambda row: f"{_PERCENT.apply(row.error_ratio):+.1f}"),
     )
-    rows = tuple(
-        (
-            Cell(describe(row.axes)),
-            Cell(_number(row.sent_bytes, _MEGABYTES)),
-            Cell(_stated(row.claimed_s, _MS)),
-            Cell(_number(row.explained_s, _MS)),
-            Cell(f"{_PERCENT.apply(row.error_ratio):+.1f}"),
-        )
-        for row in t.rows
-    )
-    return Table(f"What bytes alone say of {t.source}", columns, rows, (_explained(t), NOT_MEASURED))
+    return filled(f"What bytes alone say about {t.source}", t.rows, columns, (_explained(t), NOT_MEASURED))
 
 
 def _explained(t: ClaimedTransfers) -> str:

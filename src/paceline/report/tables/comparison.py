@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing, Lost
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.report.text.cells import THROUGHPUT
 from paceline.wording import direction, format_number, format_parts, is_equal, places, scale_of, verdict_text
 
@@ -79,17 +79,23 @@ def change_text(c: Change) -> str:
 
 def sentence(found: Between) -> str:
     """The whole answer: how much, in how many cells, what else differs, and what was lost."""
-    parts = [
-        *_clauses([c for c in found.changes if c.metric == THROUGHPUT], "cell", _SPEED),
-        *_served_clauses(found),
-        *_clauses([c for c in found.changes if c.row is not None and c.metric not in SERVED], "row", _SPEED),
-        *_memory_clauses(found),
-    ]
+    parts = _clauses([c for c in found.changes if c.metric == THROUGHPUT], "cell", _SPEED)
+    # Each metric of served models separately: latency and throughput may move in opposite directions.
+    for metric, name in SERVED.items():
+        ours = [c for c in found.changes if c.metric == metric]
+        noun = "load" if len(ours) > 1 and metric != RATE else "cell"
+        parts += (f"{name}: {text}" for text in _clauses(ours, noun, _LEVEL if metric == RATE else _SPEED))
+    parts += _clauses([c for c in found.changes if c.row is not None and c.metric not in SERVED], "row", _SPEED)
+    # Only changes of memory; the table has the rest.
+    memory = [c for c in found.changes if c.metric == MEMORY]
+    parts += (_clause(side, len(memory), "cell", words) for side, words in _decided(memory, _SIZE))
+    parts += _undecided(memory, "cell", _SIZE)
     parts = parts or ["nothing could be compared"]
-    if found.changes:
-        differs = differences_text(found.shared, glue=" and ")
-        verb = "differs" if len(found.shared) == 1 else "differ"
-        parts.append(f"{differs} {verb}" if differs else _no_shared(found))
+    if found.changes and found.shared:
+        parts.append(f"{differences_text(found.shared, glue=' and ')} differ{'s' if len(found.shared) == 1 else ''}")
+    elif found.changes:
+        own = any(c.differences for c in found.changes)
+        parts.append(f"nothing recorded differs {'in all cells' if own else 'between them'}")
     if found.lost:
         count = len(found.lost)
         was, now = ("was", "is") if count == 1 else ("were", "are")
@@ -98,30 +104,8 @@ def sentence(found: Between) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def _no_shared(found: Between) -> str:
-    own = any(c.differences for c in found.changes)
-    return "nothing recorded differs in all cells" if own else "nothing recorded differs between them"
-
-
 def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
-
-
-def _served_clauses(found: Between) -> list[str]:
-    """Each metric of served models separately: latency and throughput may move in opposite directions."""
-    parts: list[str] = []
-    for metric, name in SERVED.items():
-        ours = [c for c in found.changes if c.metric == metric]
-        noun = "load" if len(ours) > 1 and metric != RATE else "cell"
-        parts += (f"{name}: {text}" for text in _clauses(ours, noun, _LEVEL if metric == RATE else _SPEED))
-    return parts
-
-
-def _memory_clauses(found: Between) -> list[str]:
-    """Only changes of memory; the table has the rest."""
-    ours = [c for c in found.changes if c.metric == MEMORY]
-    parts = [_clause(side, len(ours), "cell", words) for side, words in _decided(ours, _SIZE)]
-    return [*parts, *_undecided(ours, "cell", _SIZE)]
 
 
 def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
@@ -171,70 +155,55 @@ def _clause(side: Sequence[Change], total: int, noun: str, word: str) -> str:
 
 def tables(found: Between) -> tuple[Table, ...]:
     """Cells, rows of sweeps, what differs, what is lost; each only if there is something to show."""
-    cells = [c for c in found.changes if c.row is None]
-    rows = [c for c in found.changes if c.row is not None]
+    shared: tuple[Filled[Differing], ...] = (
+        (Column("differs in every cell"), lambda d: d.path),
+        (Column("A", prose=True), lambda d: d.first or "none"),
+        (Column("B", prose=True), lambda d: d.second or "none"),
+    )
+    lost: tuple[Filled[Lost], ...] = (
+        (Column("cell"), lambda x: x.label),
+        (Column("in B"), lambda x: Cell(x.status, "", "bad")),
+        (Column("reason", prose=True), lambda x: x.reason),
+    )
     wanted = (
-        _changes("Cells, B over A", cells),
-        _changes("Rows of sweeps and ceilings, B over A", rows),
-        _shared(found),
-        _lost(found),
+        _changes("Cells, B over A", [c for c in found.changes if c.row is None]),
+        _changes("Rows of sweeps and ceilings, B over A", [c for c in found.changes if c.row is not None]),
+        filled("What else differs", found.shared, shared),
+        filled("Ok in A, not in B", found.lost, lost),
     )
     return tuple(table for table in wanted if table)
 
 
 def _changes(title: str, changes: Sequence[Change]) -> Table | None:
-    shown = changes[: max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))]
-    own = any(c.differences for c in changes)
-    columns = (
-        Column("what", prose=True),
-        Column("metric"),
-        Column("A -> B", numeric=True, priority=2),
-        Column("B over A"),
-        Column("detectable difference", numeric=True, priority=3),
-        *((Column("differs here", prose=True),) if own else ()),
-        Column("reason", priority=4, prose=True),
+    """All changes with a verdict, and at least MOST_ROWS; a note counts the rows left out."""
+
+    def values(c: Change) -> str:
+        scale = scale_of(c.unit, c.metric, (c.first, c.second))
+        return " -> ".join(format_parts(x, None, None, scale)[0] for x in (c.first, c.second)) + f" {scale.unit}"
+
+    def ratio(c: Change) -> Cell:
+        word = direction(c.metric, c.ratio)
+        return Cell(*verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio), _TONES[c.verdict])
+
+    own: tuple[Filled[Change], ...] = ((Column("differs here", prose=True), lambda c: differences_text(c.differences)),)
+    columns: tuple[Filled[Change], ...] = (
+        (Column("what", prose=True), lambda c: c.label if c.row is None else f"{c.row} ({c.label})"),
+        (Column("metric"), lambda c: c.metric),
+        (Column("A -> B", numeric=True, priority=2), values),
+        (Column("B over A"), ratio),
+        (
+            Column("detectable difference", numeric=True, priority=3),
+            lambda c: "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %",
+        ),
+        *(own if any(c.differences for c in changes) else ()),
+        (Column("reason", priority=4, prose=True), lambda c: c.reason),
     )
-    notes = (_rest(changes[len(shown) :]),) if len(shown) < len(changes) else ()
-    return Table(title, columns, tuple(_row(c, own) for c in shown), notes) if changes else None
-
-
-def _rest(left: Sequence[Change]) -> str:
-    """How many of the rows left out were compared without a difference, and how many have no verdict."""
+    most = max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))
+    left = changes[most:]
     ties = sum(c.verdict == TIE for c in left)
     counts = ((ties, "equal or inconclusive"), (len(left) - ties, "without a verdict"))
-    return f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json has all."
-
-
-def _row(c: Change, own: bool) -> tuple[Cell, ...]:
-    detectable = "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %"
-    scale = scale_of(c.unit, c.metric, (c.first, c.second))
-    first, second = (format_parts(x, None, None, scale)[0] for x in (c.first, c.second))
-    return (
-        Cell(c.label if c.row is None else f"{c.row} ({c.label})"),
-        Cell(c.metric),
-        Cell(f"{first} -> {second} {scale.unit}"),
-        _ratio_cell(c),
-        Cell(detectable),
-        *((Cell(differences_text(c.differences)),) if own else ()),
-        Cell(c.reason),
-    )
-
-
-def _ratio_cell(c: Change) -> Cell:
-    word = direction(c.metric, c.ratio)
-    return Cell(*verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio), _TONES[c.verdict])
-
-
-def _shared(found: Between) -> Table | None:
-    rows = tuple((Cell(d.path), Cell(d.first or "none"), Cell(d.second or "none")) for d in found.shared)
-    columns = (Column("differs in every cell"), Column("A", prose=True), Column("B", prose=True))
-    return Table("What else differs", columns, rows) if rows else None
-
-
-def _lost(found: Between) -> Table | None:
-    rows = tuple((Cell(x.label), Cell(x.status, "", "bad"), Cell(x.reason)) for x in found.lost)
-    columns = (Column("cell"), Column("in B"), Column("reason", prose=True))
-    return Table("Ok in A, not in B", columns, rows) if rows else None
+    note = f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json has all."
+    return filled(title, changes[:most], columns, (note,) if left else ())
 
 
 def lines(found: Between) -> tuple[str, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from paceline.analysis.findings import Cost, Measurement, Offer, Report, Saving, offers_of
+from paceline.analysis.findings import Cost, Offer, Report, Saving, offers_of
 from paceline.host.prices import GIVEN, Price
 from paceline.report.tables import budget
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts, places, short_count
 
@@ -21,14 +21,11 @@ SAMPLES = "Cost per sample depends on the sample length; it is never compared be
 
 def tables(report: Report) -> tuple[Table, ...]:
     """One table for each pair of prices, then all prices; empty if no device has a price."""
-    offers = offers_of(report.costs)
-    pairs = dict.fromkeys((o.lead.price.name, o.spot.price.name if o.spot else None) for o in offers)
-    shown = [
-        _table(report, [o for o in offers if (o.lead.price.name, o.spot.price.name if o.spot else None) == pair])
-        for pair in pairs
-    ]
-    every = _prices(report, offers)
-    return (*shown, *budget.tables(report), *((every,) if every else ()))
+    pairs: dict[tuple[str, str | None], list[Offer]] = {}
+    for o in offers_of(report.costs):
+        pairs.setdefault((o.lead.price.name, o.spot.price.name if o.spot else None), []).append(o)
+    found = (*(_table(report, offers) for offers in pairs.values()), *budget.tables(report), _prices(report))
+    return tuple(table for table in found if table)
 
 
 def sentences(report: Report) -> tuple[str, ...]:
@@ -47,103 +44,86 @@ def _saving(s: Saving, other: Cost | None) -> str:
     total = other.train_cost_usd.value if other and other.train_cost_usd else None
     if other is None or total is None or other.train_tokens is None:
         return f"{said}."
+    whole = format_number(total, places(total, None, None))
     usd = format_parts(total * s.saved_ratio, total * s.low, total * s.high)[0]
-    return f"{said}: {usd} of {_rounded(total)} USD for {short_count(other.train_tokens)} tokens at {other.price.name}."
+    return f"{said}: {usd} of {whole} USD for {short_count(other.train_tokens)} tokens at {other.price.name}."
 
 
-def _rounded(value: float) -> str:
-    return format_number(value, places(value, None, None))
-
-
-def _table(report: Report, offers: Sequence[Offer]) -> Table:
-    lead, spot = offers[0].lead, offers[0].spot
+def _table(report: Report, offers: Sequence[Offer]) -> Table | None:
+    lead, spot, leads = offers[0].lead, offers[0].spot, {offer.lead.cell: offer.lead for offer in offers}
     named = varying_axes(report)
     kind = "cost" if lead.price.kind == GIVEN else lead.price.kind
-    columns = [
-        Column("what", prose=True),
-        Column("whole job, USD/h", numeric=True, priority=2),
-        Column(f"{kind}, USD/Mtoken", numeric=True),
-        *([Column("spot, USD/Mtoken", numeric=True)] if spot else []),
-        Column("tokens per USD, M", numeric=True, priority=1),
-        Column("1000 samples, USD", numeric=True, priority=4),
+    names = {o.lead.cell: cell_name(report, o.lead.cell, o.lead.axes, named) for o in offers}
+
+    def samples(o: Offer) -> Cell:
+        m = o.lead.usd_per_1k_samples
+        return (
+            Cell(MISSING)
+            if m is None
+            else measured_cell(m, _USD)._replace(detail=f"of {o.lead.axes.get('sequence_length')} tokens")
+        )
+
+    columns: list[Filled[Offer]] = [
+        (Column("what", prose=True), lambda o: names[o.lead.cell]),
+        (
+            Column("whole job, USD/h", numeric=True, priority=2),
+            lambda o: format_parts(o.lead.usd_per_hour, None, None)[0],
+        ),
+        (Column(f"{kind}, USD/Mtoken", numeric=True), lambda o: measured_cell(o.lead.usd_per_mtok, _USD)),
+        (
+            Column("tokens per USD, M", numeric=True, priority=1),
+            lambda o: measured_cell(o.lead.tokens_per_usd, _MILLIONS),
+        ),
+        (Column("1000 samples, USD", numeric=True, priority=4), samples),
     ]
+    if spot:
+        heading = Column("spot, USD/Mtoken", numeric=True)
+        columns.insert(3, (heading, lambda o: measured_cell(o.spot.usd_per_mtok if o.spot else None, _USD)))
     if lead.train_tokens:
         size = f"{short_count(lead.train_tokens)} tokens"
-        columns += [Column(f"{size}, h", numeric=True), Column(f"{size} {kind}, USD", numeric=True)]
-        columns += [Column(f"{size} spot, USD", numeric=True)] if spot else []
+        columns += [
+            (Column(f"{size}, h", numeric=True), lambda o: measured_cell(o.lead.train_time_s, _HOURS)),
+            (Column(f"{size} {kind}, USD", numeric=True), lambda o: measured_cell(o.lead.train_cost_usd, _USD)),
+        ]
+        if spot:
+            heading = Column(f"{size} spot, USD", numeric=True)
+            columns.append((heading, lambda o: measured_cell(o.spot.train_cost_usd if o.spot else None, _USD)))
+    notes = [_saving(s, leads.get(s.other)) for s in report.savings if s.cell in leads]
+    prices = [cost.price for cost in (lead, spot) if cost]
+    notes += [f"{price.origin}." + (f" {price.note}" if price.note else "") for price in prices]
+    notes += [LIST_PRICES] if any(price.kind != GIVEN for price in prices) else []
+    notes += [PER_PROCESS] if any(offer.lead.axes.get("device") == "cpu" for offer in offers) else []
     # By name: an order by cost would be a ranking, which only comparisons make.
-    named_offers = ((cell_name(report, o.lead.cell, o.lead.axes, named), o) for o in offers)
-    labelled = sorted(named_offers, key=lambda pair: pair[0])
-    rows = tuple(_row(offer, label) for label, offer in labelled)
-    cells = {offer.lead.cell for offer in offers}
-    leads = {offer.lead.cell: offer.lead for offer in offers}
-    saved = [_saving(s, leads.get(s.other)) for s in report.savings if s.cell in cells]
-    shown = tuple((offer.lead.cell,) for _, offer in labelled)
-    return Table(f"Cost at {lead.price.name}", tuple(columns), rows, (*saved, *_notes(offers)), shown)
+    ordered = sorted(offers, key=lambda o: names[o.lead.cell])
+    return filled(f"Cost at {lead.price.name}", ordered, columns, (*notes, SAMPLES), lambda o: (o.lead.cell,))
 
 
-def _notes(offers: Sequence[Offer]) -> Iterable[str]:
-    prices = [cost.price for cost in (offers[0].lead, offers[0].spot) if cost]
-    yield from (f"{price.origin}." + (f" {price.note}" if price.note else "") for price in prices)
-    if any(price.kind != GIVEN for price in prices):
-        yield LIST_PRICES
-    if any(offer.lead.axes.get("device") == "cpu" for offer in offers):
-        yield PER_PROCESS
-    yield SAMPLES
-
-
-def _row(offer: Offer, label: str) -> tuple[Cell, ...]:
-    lead, spot = offer.lead, offer.spot
-    cells = [
-        Cell(label),
-        Cell(format_parts(lead.usd_per_hour, None, None)[0]),
-        _cell(lead.usd_per_mtok, _USD),
-        *([_cell(spot.usd_per_mtok, _USD)] if spot else []),
-        _cell(lead.tokens_per_usd, _MILLIONS),
-        _cell(lead.usd_per_1k_samples, _USD, f"of {lead.axes.get('sequence_length')} tokens"),
-    ]
-    if lead.train_tokens:
-        cells += [_cell(lead.train_time_s, _HOURS), _cell(lead.train_cost_usd, _USD)]
-        cells += [_cell(spot.train_cost_usd, _USD)] if spot else []
-    return tuple(cells)
-
-
-def _cell(m: Measurement | None, scale: Scale, detail: str = "") -> Cell:
-    if m is None:
-        return Cell(MISSING)
-    value, interval = format_parts(m.value, m.low, m.high, scale)
-    return Cell(value, detail or interval)
-
-
-def _prices(report: Report, offers: Sequence[Offer]) -> Table | None:
+def _prices(report: Report) -> Table | None:
     """All prices of these devices. Cost is proportional to the price, so one factor per price is enough."""
+    offers = offers_of(report.costs)
     leads = {offer.lead.cell: offer.lead.price for offer in offers}
     shown = {cost.price.name for offer in offers for cost in (offer.lead, offer.spot) if cost}
     pairs = {c.price.name: (c.price, leads[c.cell]) for c in report.costs}
     if set(pairs) <= shown:
         return None
-    columns = (
-        Column("price"),
-        Column("kind"),
-        Column("per GPU-hour, USD", numeric=True),
-        Column("every cost above times", numeric=True),
-        Column("instance", priority=3),
-        Column("date", priority=1),
-        Column("source", prose=True, priority=2),
+
+    def factor(pair: tuple[Price, Price]) -> Cell:
+        price, lead = pair
+        ratio = format_parts(price.usd_per_gpu_hour / lead.usd_per_gpu_hour, None, None)[0]
+        return Cell(f"{ratio}{TIMES}", f"of {lead.name}")
+
+    columns: tuple[Filled[tuple[Price, Price]], ...] = (
+        (Column("price"), lambda pair: pair[0].name),
+        (Column("kind"), lambda pair: pair[0].kind),
+        (Column("per GPU-hour, USD", numeric=True), lambda pair: f"{pair[0].usd_per_gpu_hour:.3f}"),
+        (Column("every cost above times", numeric=True), factor),
+        (
+            Column("instance", priority=3),
+            lambda pair: ", ".join(filter(None, (pair[0].instance, pair[0].region))) or MISSING,
+        ),
+        (Column("date", priority=1), lambda pair: pair[0].date or MISSING),
+        (Column("source", prose=True, priority=2), lambda pair: pair[0].source or MISSING),
     )
     ordered = sorted(pairs.values(), key=lambda pair: (pair[0].gpu or "", pair[0].usd_per_gpu_hour))
     notes = dict.fromkeys(f"{p.name}: {p.note}" for p, _ in ordered if p.note and p.name not in shown)
-    return Table("Prices", columns, tuple(_price_row(p, lead) for p, lead in ordered), tuple(notes))
-
-
-def _price_row(price: Price, lead: Price) -> tuple[Cell, ...]:
-    factor = format_parts(price.usd_per_gpu_hour / lead.usd_per_gpu_hour, None, None)[0]
-    return (
-        Cell(price.name),
-        Cell(price.kind),
-        Cell(f"{price.usd_per_gpu_hour:.3f}"),
-        Cell(f"{factor}{TIMES}", f"of {lead.name}"),
-        Cell(", ".join(filter(None, (price.instance, price.region))) or MISSING),
-        Cell(price.date or MISSING),
-        Cell(price.source or MISSING),
-    )
+    return filled("Prices", ordered, columns, notes)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 
 from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
 from paceline.analysis.findings.compare import ALIASED, FASTER, INTERACTION, LESS, MORE, NO_EFFECT, OPEN, SLOWER
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.wording import MISSING, format_number, listed, percent_up, places
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
@@ -21,21 +21,21 @@ _RATIO_OF_RATIOS = (
 
 def tables(report: Report) -> tuple[Table, ...]:
     """In reading order; empty if nothing was designed."""
-    several = len(report.effects) > 1
-    return tuple(table for outcome in report.effects for table in _tables(outcome, several))
-
-
-def _tables(outcome: DesignOutcome, several: bool) -> Iterator[Table]:
-    of = f": {outcome.kind}, {outcome.title}" if several else ""
-    changes = [e for e in outcome.effects if e.kind != INTERACTION]
-    crossed = [e for e in outcome.effects if e.kind == INTERACTION]
-    notes = (plan(outcome), *outcome.notes, *_left_out(outcome))
-    if changes:
-        yield _ranked(f"What mattered, what did not{of}", "change", changes, (_NUMBERED, *notes))
-    if crossed:
-        yield _ranked(f"Interactions{of}", "factors", crossed, (_RATIO_OF_RATIOS, *(() if changes else notes)))
-    if not outcome.effects:
-        yield Table(f"What mattered, what did not{of}", (Column("change"),), ((Cell("nothing to judge"),),), notes)
+    found: list[Table | None] = []
+    for outcome in report.effects:
+        of = f": {outcome.kind}, {outcome.title}" if len(report.effects) > 1 else ""
+        changes = [e for e in outcome.effects if e.kind != INTERACTION]
+        crossed = [e for e in outcome.effects if e.kind == INTERACTION]
+        left_out = (
+            f"Without a valid run: {left.name} ({left.status}{f': {left.reason}' if left.reason else ''})."
+            for left in outcome.left_out
+        )
+        notes, title = (plan(outcome), *outcome.notes, *left_out), f"What mattered, what did not{of}"
+        found.append(_ranked(title, "change", changes, (_NUMBERED, *notes)))
+        found.append(_ranked(f"Interactions{of}", "factors", crossed, (_RATIO_OF_RATIOS, *(() if changes else notes))))
+        if not outcome.effects:
+            found.append(Table(title, (Column("change"),), ((Cell("nothing to judge"),),), notes))
+    return tuple(table for table in found if table)
 
 
 def sentences(report: Report) -> tuple[str, str, str] | None:
@@ -70,46 +70,34 @@ def plan(outcome: DesignOutcome) -> str:
     return f"Design: {outcome.kind} from {start}; on {outcome.title}."
 
 
-def _left_out(outcome: DesignOutcome) -> Iterator[str]:
-    for left in outcome.left_out:
-        yield f"Without a valid run: {left.name} ({left.status}{f': {left.reason}' if left.reason else ''})."
+def _ranked(title: str, what: str, effects: Sequence[Effect], notes: tuple[str, ...]) -> Table | None:
+    def number(effect: Effect, metric: str) -> Cell:
+        response = effect.response(metric)
+        return Cell(*change(response)) if response else Cell(MISSING)
 
+    def judged(effect: Effect, metric: str) -> Cell:
+        response = effect.response(metric)
+        if response is None:
+            return Cell(MISSING)
+        return Cell(verdict(response, effect.kind), "", _TONES.get(response.verdict, "quiet"))
 
-def _ranked(title: str, what: str, effects: Iterable[Effect], notes: tuple[str, ...]) -> Table:
-    effects = list(effects)
-    columns = [
-        Column(what, prose=True),
-        Column("tokens/s, %", numeric=True),
-        Column("speed"),
-        Column("smallest detectable, %", numeric=True, priority=3),
-        Column("peak memory, %", numeric=True, priority=1),
-        Column("memory", priority=1),
-        Column("pairs", numeric=True, priority=4),
+    def detectable(effect: Effect) -> str:
+        speed = effect.response(SPEED)
+        return percent_up(speed.detectable_ratio if speed else None)
+
+    columns: list[Filled[Effect]] = [
+        (Column(what, prose=True), lambda effect: effect.name),
+        (Column("tokens/s, %", numeric=True), lambda effect: number(effect, SPEED)),
+        (Column("speed"), lambda effect: judged(effect, SPEED)),
+        (Column("smallest detectable, %", numeric=True, priority=3), detectable),
+        (Column("peak memory, %", numeric=True, priority=1), lambda effect: number(effect, MEMORY)),
+        (Column("memory", priority=1), lambda effect: judged(effect, MEMORY)),
+        (Column("pairs", numeric=True, priority=4), lambda effect: str(effect.pairs)),
     ]
-    aliased = any(effect.aliases for effect in effects)
-    columns += [Column("confounded with", prose=True, priority=2)] if aliased else []
-    rows = tuple(_row(effect, aliased=aliased) for effect in effects)
-    return Table(title, tuple(columns), rows, notes, tuple(effect.cells for effect in effects))
-
-
-def _row(effect: Effect, *, aliased: bool) -> tuple[Cell, ...]:
-    speed, memory = effect.response(SPEED), effect.response(MEMORY)
-    visible = speed.detectable_ratio if speed else None
-    cells = (
-        Cell(effect.name),
-        *_judged(speed, effect),
-        Cell(percent_up(visible)),
-        *_judged(memory, effect),
-        Cell(str(effect.pairs)),
-    )
-    return (*cells, Cell(", ".join(effect.aliases) or MISSING)) if aliased else cells
-
-
-def _judged(response: Response | None, effect: Effect) -> tuple[Cell, Cell]:
-    if response is None:
-        return Cell(MISSING), Cell(MISSING)
-    number, interval = change(response)
-    return Cell(number, interval), Cell(verdict(response, effect.kind), "", _TONES.get(response.verdict, "quiet"))
+    if any(effect.aliases for effect in effects):
+        heading = Column("confounded with", prose=True, priority=2)
+        columns.append((heading, lambda effect: ", ".join(effect.aliases) or MISSING))
+    return filled(title, effects, columns, notes, lambda effect: effect.cells)
 
 
 def change(response: Response) -> tuple[str, str]:
@@ -128,7 +116,7 @@ def _signed(value: float, digits: int) -> str:
 
 
 def verdict(response: Response, kind: str) -> str:
-    """With the bound where there is none: `no effect, under 0.8 %`."""
+    """The verdict for people; without an effect with its bound: `no effect, under 0.8 %`."""
     if response.verdict == NO_EFFECT:
         word = "no interaction" if kind == INTERACTION else NO_EFFECT
         return f"{word}, under {percent_up(response.bound_ratio)} %"

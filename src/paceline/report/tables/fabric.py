@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,29 +37,27 @@ def details(report: Report) -> tuple[Table, ...]:
 
 def sentence(report: Report) -> str:
     """What the fabric can do, whether data arrived intact, and what is suspect; empty without a sweep."""
-    parts = [_peak_sentence(report), _payload_sentence(report), verdict_sentence(report)]
-    return " ".join(filter(None, parts)) if report.collectives or report.pairs else ""
+    rows, best = report.collectives, best_row(report.collectives)
+    parts = ["No collective was measured."] if rows and best is None else []
+    if best is not None:
+        scale = scale_of("bytes/s", "", [best.busbw_bytes_per_s])
+        peak = f"{number(best.busbw_bytes_per_s, scale)} {scale.unit}"
+        where = f"{best.dtype}, {axis_text('world_size', best.axes)}, at {format_size(best.size_bytes)}"
+        shared = f" ({best.note})" if best.note else ""
+        parts.append(f"{best.operation} reaches {peak} of bus bandwidth ({where}){_latency(report, best)}{shared}.")
+    wrong = sum(bool(r.wrong) for r in rows)
+    unchecked = sum(r.status == "ok" and r.wrong is None and bool(r.size_bytes) for r in rows)
+    missing = sum(r.status in ("oom", "unsupported") for r in rows)
+    if wrong:
+        parts.append(f"Data arrived corrupted in {wrong} of {len(rows)} rows: those runs are invalid.")
+    elif rows:
+        checked = f"{unchecked} rows were not checked" if unchecked else "Every payload arrived intact"
+        parts.append(f"{checked}{f'; {missing} of {len(rows)} rows could not be measured' if missing else ''}.")
+    return " ".join(filter(None, (*parts, verdict_sentence(report)))) if rows or report.pairs else ""
 
 
-def _peak_sentence(report: Report) -> str:
-    best = best_row(report.collectives)
-    if best is None:
-        return "No collective was measured." if report.collectives else ""
-    where = f"{best.dtype}, {axis_text('world_size', best.axes)}, at {format_size(best.size_bytes)}"
-    peak = _rate(best.busbw_bytes_per_s)
-    shared = f" ({best.note})" if best.note else ""
-    return f"{best.operation} reaches {peak} of bus bandwidth ({where}){_start(report, best)}{shared}."
-
-
-def best_row(rows: Sequence[CollectiveRow]) -> CollectiveRow | None:
-    """The peak of all_reduce at the largest world size; of the first operation with a bandwidth where none was run."""
-    ok = [r for r in rows if r.status == "ok" and r.busbw_bytes_per_s]
-    named = [r for r in ok if r.operation == "all_reduce"] or [r for r in ok if r.operation == ok[0].operation]
-    return max(named, key=lambda r: (r.world_size, r.busbw_bytes_per_s or 0.0), default=None)
-
-
-def _start(report: Report, row: CollectiveRow) -> str:
-    """alpha of its fit; the time of the smallest size where there is none."""
+def _latency(report: Report, row: CollectiveRow) -> str:
+    """The alpha of its fit, or without a fit the time of the smallest size."""
     key = (row.operation, row.dtype, row.world_size, row.in_place)
     fits = [f for f in report.fits if (f.operation, f.dtype, f.world_size, f.in_place) == key and f.axes == row.axes]
     if fits and fits[0].alpha_s > 0:
@@ -68,24 +67,18 @@ def _start(report: Report, row: CollectiveRow) -> str:
     return f" and takes {number(least.time_s, US)} {US.unit} for {format_size(least.size_bytes)}"
 
 
-def _payload_sentence(report: Report) -> str:
-    rows = report.collectives
-    wrong = [r for r in rows if r.wrong]
-    unchecked = [r for r in rows if r.status == "ok" and r.wrong is None and r.size_bytes]
-    missing = [r for r in rows if r.status in ("oom", "unsupported")]
-    if wrong:
-        return f"Data arrived corrupted in {len(wrong)} of {len(rows)} rows: those runs are invalid."
-    if not rows:
-        return ""
-    checked = f"{len(unchecked)} rows were not checked" if unchecked else "Every payload arrived intact"
-    return f"{checked}{f'; {len(missing)} of {len(rows)} rows could not be measured' if missing else ''}."
+def best_row(rows: Sequence[CollectiveRow]) -> CollectiveRow | None:
+    """The peak of all_reduce at the largest world size; without all_reduce, of the first operation with a bandwidth."""
+    ok = [r for r in rows if r.status == "ok" and r.busbw_bytes_per_s]
+    named = [r for r in ok if r.operation == "all_reduce"] or [r for r in ok if r.operation == ok[0].operation]
+    return max(named, key=lambda r: (r.world_size, r.busbw_bytes_per_s or 0.0), default=None)
 
 
 # --- one line per operation and dtype ---
 
 
 class Sweep(NamedTuple):
-    """All sizes of one operation in one dtype and mode, both places."""
+    """All sizes of one operation in one dtype and mode, in place and out of place."""
 
     operation: str
     dtype: str
@@ -127,20 +120,19 @@ def _summaries(report: Report) -> Iterable[Table]:
         )
         fits = {(f.operation, f.dtype, f.in_place): f for f in report.fits if f.axes == sweeps[0].rows[0].axes}
         rows = tuple(_summary(sweep, scale, fits) for sweep in sweeps)
-        notes = dict.fromkeys(r.note for sweep in sweeps for r in sweep.rows if r.note)
+        every = [r for sweep in sweeps for r in sweep.rows]
+        notes = dict.fromkeys(r.note for r in every if r.note)
+        # Each reason once, with the first row it applies to.
+        first: dict[str, CollectiveRow] = {}
+        for r in every:
+            if r.error:
+                first.setdefault(r.error, r)
+        errors = (
+            f"{r.operation} in {r.dtype}, {format_size(r.size_bytes)}: {r.status}: {error}"
+            for error, r in list(first.items())[:MOST_ERRORS]
+        )
         about = tuple((sweep.rows[0].cell,) for sweep in sweeps)
-        yield Table(f"Collectives, {name}", columns, rows, (*notes, *_errors(sweeps)), about)
-
-
-def _errors(sweeps: Sequence[Sweep]) -> Iterable[str]:
-    """Each reason once, with the first row it is true of; at most five."""
-    first: dict[str, CollectiveRow] = {}
-    for sweep in sweeps:
-        for r in sweep.rows:
-            first.setdefault(r.error or "", r)
-    first.pop("", None)
-    for error, r in list(first.items())[:MOST_ERRORS]:
-        yield f"{r.operation} in {r.dtype}, {format_size(r.size_bytes)}: {r.status}: {error}"
+        yield Table(f"Collectives, {name}", columns, rows, (*notes, *errors), about)
 
 
 def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], CollectiveFit]) -> tuple[Cell, ...]:
@@ -153,6 +145,8 @@ def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], Co
     fit = fits.get((sweep.operation, sweep.dtype, not out)) if sweep.mode == "single" else None
     skews = [r.skew_ratio for r in measured if r.skew_ratio is not None]
     wrong = [r.wrong for r in sweep.rows if r.wrong is not None]
+    statuses = Counter(r.status for r in sweep.rows)
+    ended = ", ".join(f"{n} {word}" for word, n in statuses.items())
     mode = "" if sweep.mode == "single" else f" ({sweep.mode})"
     return (
         Cell(sweep.operation + mode),
@@ -166,7 +160,7 @@ def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], Co
         Cell(number(fit.beta_bytes_per_s if fit else None, scale)),
         Cell(f"{number(max(skews, default=None), Scale(''))}"),
         _wrong(sum(wrong) if wrong else None),
-        _statuses(sweep.rows),
+        Cell(ended, "", "" if set(statuses) == {"ok"} else "bad"),
     )
 
 
@@ -184,11 +178,6 @@ def half_peak_size(rows: Sequence[CollectiveRow]) -> int | None:
 
 def _wrong(count: int | None) -> Cell:
     return Cell(MISSING) if count is None else Cell(str(count), "", "bad" if count else "good")
-
-
-def _statuses(rows: Sequence[CollectiveRow]) -> Cell:
-    counts = {word: sum(r.status == word for r in rows) for word in dict.fromkeys(r.status for r in rows)}
-    return Cell(", ".join(f"{n} {word}" for word, n in counts.items()), "", "" if set(counts) == {"ok"} else "bad")
 
 
 # --- every row ---
@@ -215,7 +204,11 @@ def _rows(title: str, rows: Sequence[CollectiveRow]) -> Table:
     ordered = [both[key] for key in sorted(both)]
     mode = {r.mode for r in rows} - {"single"}
     title += f" ({', '.join(sorted(mode))})" if mode else ""
-    return Table(title, tuple(columns), tuple(_row(pair, places, scale) for pair in ordered), _row_notes(rows))
+    launches, counts = max(r.launches for r in rows), {r.iterations for r in rows if r.iterations}
+    spread = f"{min(counts):,} to {max(counts):,}" if len(counts) > 1 else f"{max(counts, default=0):,}"
+    made = f"{spread} iterations in {launches} launch{'es' if launches > 1 else ''}; percentiles: out-of-place, if any."
+    notes = (made, *dict.fromkeys(r.note for r in rows if r.note))
+    return Table(title, tuple(columns), tuple(_row(pair, places, scale) for pair in ordered), notes)
 
 
 def _row(pair: Mapping[bool, CollectiveRow], places: Sequence[bool], scale: Scale) -> tuple[Cell, ...]:
@@ -238,16 +231,3 @@ def _timed(row: CollectiveRow | None, scale: Scale) -> tuple[Cell, ...]:
         return (Cell(MISSING),) * 4
     numbers = ((row.time_s, US), (row.algbw_bytes_per_s, scale), (row.busbw_bytes_per_s, scale))
     return (*(Cell(number(value, unit)) for value, unit in numbers), _wrong(row.wrong))
-
-
-def _row_notes(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
-    launches = max(r.launches for r in rows)
-    counts = {r.iterations for r in rows if r.iterations}
-    spread = f"{min(counts):,} to {max(counts):,}" if len(counts) > 1 else f"{max(counts, default=0):,}"
-    made = f"{spread} iterations in {launches} launch{'es' if launches > 1 else ''}; percentiles: out-of-place, if any."
-    return (made, *dict.fromkeys(r.note for r in rows if r.note))
-
-
-def _rate(bytes_per_s: float | None) -> str:
-    scale = scale_of("bytes/s", "", [bytes_per_s])
-    return f"{number(bytes_per_s, scale)} {scale.unit}"

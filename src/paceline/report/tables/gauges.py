@@ -1,18 +1,17 @@
-"""What GPUs and hosts did while runs were measured, as a table and as curves on one axis."""
+"""Gauges of GPUs and hosts during the runs, as a table and as curves on one axis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.analysis.findings import DeviceGauges, GaugeTrace, Report
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, without_empty
 from paceline.report.text.cells import axes_of, cell_name, varying_axes
 from paceline.wording import MISSING, format_number
 
 GIB, MHZ = 2.0**-30, 1e-6
-# Above the whole of every curve, so that none is cut off.
-TOP = 110.0
 
 
 def device_name(found: DeviceGauges | GaugeTrace) -> str:
@@ -21,23 +20,19 @@ def device_name(found: DeviceGauges | GaugeTrace) -> str:
 
 # --- the table ---
 
-Fill = Callable[[DeviceGauges], Cell]
-
 
 def tables(report: Report) -> tuple[Table, ...]:
     """Empty if no run recorded a gauge; a column without readings is left out."""
-    if not any(found.readings for found in report.gauges):
+    table = filled("Gauges during the runs", report.gauges, _COLUMNS)
+    if table is None or not any(found.readings for found in report.gauges):
         return ()
-    filled = [(column, [fill(found) for found in report.gauges]) for column, fill in _COLUMNS]
-    shown = [(column, cells) for column, cells in filled if any(cell.text != MISSING for cell in cells)]
-    absent = [column.name for column, cells in filled if all(cell.text == MISSING for cell in cells)]
+    table, absent = without_empty(table)
     notes = ["Over the measured steps or loads of all runs that ended ok."]
-    notes += [f"Not reported here: {', '.join(absent)}."] if absent else []
-    rows = tuple(zip(*(cells for _, cells in shown), strict=True))
-    return (Table("Gauges during the runs", tuple(column for column, _ in shown), rows, tuple(notes)),)
+    notes += [f"Not reported here: {', '.join(column.name for column in absent)}."] if absent else []
+    return (replace(table, notes=tuple(notes)),)
 
 
-def _pair(first: str, second: str, factor: float = 1.0) -> Fill:
+def _pair(first: str, second: str, factor: float = 1.0) -> Callable[[DeviceGauges], Cell]:
     def fill(found: DeviceGauges) -> Cell:
         values = [getattr(found, name) for name in (first, second)]
         if any(value is None for value in values):
@@ -47,7 +42,7 @@ def _pair(first: str, second: str, factor: float = 1.0) -> Fill:
     return fill
 
 
-def _number(name: str, factor: float = 1.0, digits: int = 0) -> Fill:
+def _number(name: str, factor: float = 1.0, digits: int = 0) -> Callable[[DeviceGauges], Cell]:
     def fill(found: DeviceGauges) -> Cell:
         value = getattr(found, name)
         return Cell(MISSING if value is None else format_number(value * factor, digits))
@@ -62,9 +57,9 @@ def _throttled(found: DeviceGauges) -> Cell:
     return Cell(words, ", ".join(found.throttle_reasons), "bad" if found.throttled_ratio else "good")
 
 
-_COLUMNS: tuple[tuple[Column, Fill], ...] = (
-    (Column("device"), lambda found: Cell(device_name(found))),
-    (Column("readings", True), lambda found: Cell(str(found.readings))),
+_COLUMNS: tuple[Filled[DeviceGauges], ...] = (
+    (Column("device"), device_name),
+    (Column("readings", True), lambda found: str(found.readings)),
     (Column("busy, %", True), _number("busy_median_ratio", 100.0)),
     (Column("most memory, GiB", True), _number("memory_max_bytes", GIB, 1)),
     (Column("power median / most, W", True), _pair("power_median_w", "power_max_w")),
@@ -84,34 +79,28 @@ class Curve(NamedTuple):
     points: tuple[tuple[float, float], ...]
 
 
-# With their places in the palette; the second is that of throttled stretches.
+# With their indexes in the palette; index 1 is for throttled stretches.
 GAUGES = {"power, % of the cap": 0, "clock, % of its maximum": 2, "busy, %": 5, "temperature, C": 3}
 
 
 def curves(trace: GaugeTrace) -> tuple[Curve, ...]:
-    """Power and clock as shares of the machine's own limits, or of the most that was seen where those are unknown."""
-    shares = (
+    """Power and clock as shares of the machine's limits, or of the highest reading if those are unknown."""
+    shares: tuple[tuple[Iterable[float | None], float | None], ...] = (
         (trace.power_w, trace.power_cap_w),
         (trace.clock_hz, trace.clock_max_hz),
         (trace.busy_ratio, 1.0),
         (trace.temperature_c, 100.0),
     )
-    found = (
-        Curve(name, _share(trace.seconds, values, whole)) for name, (values, whole) in zip(GAUGES, shares, strict=True)
-    )
+    found = []
+    for name, (values, whole) in zip(GAUGES, shares, strict=True):
+        known = [(at, value) for at, value in zip(trace.seconds, values, strict=True) if value is not None]
+        if most := whole or max((value for _, value in known), default=0.0):
+            found.append(Curve(name, tuple((at, 100 * value / most) for at, value in known)))
     return tuple(curve for curve in found if curve.points)
 
 
-def _share(
-    seconds: Sequence[float], values: Iterable[float | None], whole: float | None
-) -> tuple[tuple[float, float], ...]:
-    known = [(at, value) for at, value in zip(seconds, values, strict=True) if value is not None]
-    most = whole or max((value for _, value in known), default=0.0)
-    return tuple((at, 100 * value / most) for at, value in known) if most else ()
-
-
 def trace_title(report: Report, trace: GaugeTrace) -> str:
-    """The cell and the device; the device alone where there is one cell to draw."""
+    """The cell and the device; only the device if one cell is drawn."""
     if len(drawn(report)) == 1:
         return device_name(trace)
     cell = cell_name(report, trace.cell, axes_of(report, trace.cell) or {}, varying_axes(report)) or trace.run

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from paceline.analysis.findings import WORSE, ChangePoint, HistorySeries, Report
 from paceline.report.tables.comparison import differences_text, percent_text
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.wording import MISSING, format_parts, scale_of
 
-# Less than this no change of level is looked for either.
+# Smaller changes of level are not searched for either.
 RECOVERED_WITHIN = 0.01
 NOTHING_SEPARATES = "no recorded fact changed with the level"
 
@@ -88,61 +88,49 @@ def tables(found: Sequence[HistorySeries]) -> tuple[Table, ...]:
 
 
 def _changes(found: Sequence[HistorySeries]) -> Table | None:
+    def size(pair: tuple[HistorySeries, ChangePoint]) -> Cell:
+        change = pair[1]
+        percent, interval = percent_text(change.ratio, change.low, change.high)
+        tone = "bad" if change.verdict == WORSE else "good"
+        return Cell(f"{percent} {_way(change.ratio)}, {change.verdict}", interval, tone)
+
+    columns: tuple[Filled[tuple[HistorySeries, ChangePoint]], ...] = (
+        (Column("cell", prose=True), lambda pair: pair[0].label),
+        (Column("metric"), lambda pair: pair[0].metric),
+        (Column("between"), lambda pair: f"{day(pair[1].before_at)} and {day(pair[1].after_at)}"),
+        (Column("change"), size),
+        (Column("differs", prose=True), lambda pair: differs_text(pair[1])),
+        (Column("chance", numeric=True, priority=2), lambda pair: f"{pair[1].p_value:.2g}"),
+    )
     pairs = [(series, change) for series in found for change in series.changes]
-    rows = tuple(_change_row(*each) for each in sorted(pairs, key=lambda each: -each[1].after_at))
-    columns = (
-        Column("cell", prose=True),
-        Column("metric"),
-        Column("between"),
-        Column("change"),
-        Column("differs", prose=True),
-        Column("chance", numeric=True, priority=2),
-    )
     note = "Welch intervals. They are slightly too narrow, because each change is placed where it is largest."
-    return Table("Changes of level", columns, rows, (note,)) if rows else None
-
-
-def _change_row(series: HistorySeries, change: ChangePoint) -> tuple[Cell, ...]:
-    size, interval = percent_text(change.ratio, change.low, change.high)
-    return (
-        Cell(series.label),
-        Cell(series.metric),
-        Cell(f"{day(change.before_at)} and {day(change.after_at)}"),
-        Cell(f"{size} {_way(change.ratio)}, {change.verdict}", interval, "bad" if change.verdict == WORSE else "good"),
-        Cell(differs_text(change)),
-        Cell(f"{change.p_value:.2g}"),
-    )
+    return filled("Changes of level", sorted(pairs, key=lambda pair: -pair[1].after_at), columns, (note,))
 
 
 def _series(found: Sequence[HistorySeries]) -> Table | None:
-    columns = (
-        Column("cell", prose=True),
-        Column("metric"),
-        Column("launches", numeric=True),
-        Column("campaigns", numeric=True, priority=2),
-        Column("first", priority=3),
-        Column("last", priority=1),
-        Column("latest level", numeric=True),
-        Column("changes", prose=True),
-    )
-    return Table("Cells over time", columns, tuple(map(_series_row, found))) if found else None
+    def level(series: HistorySeries) -> Cell:
+        latest = [p.value for p in series.points if p.segment == series.points[-1].segment]
+        scale = scale_of(series.unit, series.metric, latest)
+        mean = format_parts(sum(latest) / len(latest), None, None, scale)[0]
+        return Cell(f"{mean} {scale.unit}", f"mean of {len(latest)}")
 
-
-def _series_row(series: HistorySeries) -> tuple[Cell, ...]:
-    points = series.points
-    latest = [p.value for p in points if p.segment == points[-1].segment]
-    scale = scale_of(series.unit, series.metric, latest)
-    mean = sum(latest) / len(latest)
-    return (
-        Cell(series.label),
-        Cell(series.metric),
-        Cell(str(len(points))),
-        Cell(str(len({p.campaign for p in points}))),
-        Cell(day(points[0].started_at)),
-        Cell(day(points[-1].started_at)),
-        Cell(f"{format_parts(mean, None, None, scale)[0]} {scale.unit}", f"mean of {len(latest)}"),
-        Cell(series.note or (str(len(series.changes)) if series.changes else MISSING), "", "quiet"),
+    columns: tuple[Filled[HistorySeries], ...] = (
+        (Column("cell", prose=True), lambda series: series.label),
+        (Column("metric"), lambda series: series.metric),
+        (Column("launches", numeric=True), lambda series: str(len(series.points))),
+        (
+            Column("campaigns", numeric=True, priority=2),
+            lambda series: str(len({p.campaign for p in series.points})),
+        ),
+        (Column("first", priority=3), lambda series: day(series.points[0].started_at)),
+        (Column("last", priority=1), lambda series: day(series.points[-1].started_at)),
+        (Column("latest level", numeric=True), level),
+        (
+            Column("changes", prose=True),
+            lambda series: Cell(series.note or str(len(series.changes) or MISSING), "", "quiet"),
+        ),
     )
+    return filled("Cells over time", found, columns)
 
 
 # --- for charts ---

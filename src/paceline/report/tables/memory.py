@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
+from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled
 from paceline.results.memory_components import COMPONENTS
 from paceline.wording import MISSING, Scale, format_number, format_parts
 
@@ -58,102 +58,77 @@ def scale(rows: Sequence[MemoryRow]) -> Scale:
 
 
 def components(rows: Sequence[MemoryRow]) -> Table | None:
-    """One row per cell: measured, and beneath it what was predicted where that differs."""
-    if not rows:
-        return None
-    unit, names = scale(rows), labels(rows)
+    """One row per cell: the measured sizes, and below them the predicted ones if they differ."""
+    unit, names, errors = scale(rows), labels(rows), _errors(rows)
     shown = [name for name in (*COMPONENTS, "fragmentation") if any(row.measured.get(name) for row in rows)]
-    columns = (
-        Column("what", prose=True),
-        *(Column(f"{name}, {unit.unit}", numeric=True, priority=i + 1) for i, name in enumerate(shown)),
-        Column(f"peak, {unit.unit}", numeric=True),
-        Column(f"predicted, {unit.unit}", numeric=True),
-        Column("error, %", numeric=True),
+
+    def number(size: int | None) -> str:
+        return format_parts(size, None, None, unit)[0]
+
+    def component(name: str, priority: int) -> Filled[MemoryRow]:
+        def cell(row: MemoryRow) -> Cell:
+            measured, predicted = row.measured.get(name), row.predicted.get(name)
+            if measured is None or predicted is None or abs(predicted - measured) <= SAME * max(measured, predicted):
+                return Cell(number(measured))
+            return Cell(number(measured), number(predicted))
+
+        return Column(f"{name}, {unit.unit}", numeric=True, priority=priority), cell
+
+    def error(row: MemoryRow) -> Cell:
+        if row.error_ratio is None:
+            return Cell(MISSING)
+        text = format_number(100 * row.error_ratio, 1)
+        sign = "" if row.error_ratio < 0 or text == "0.0" else "+"
+        return Cell(f"{sign}{text}", "", "bad" if abs(row.error_ratio) > GOOD_ERROR else "")
+
+    columns: tuple[Filled[MemoryRow], ...] = (
+        (Column("what", prose=True), lambda row: names[row.cell]),
+        *(component(name, i + 1) for i, name in enumerate(shown)),
+        (Column(f"peak, {unit.unit}", numeric=True), lambda row: number(row.measured.get("peak"))),
+        (Column(f"predicted, {unit.unit}", numeric=True), lambda row: number(row.predicted.get("peak"))),
+        (Column("error, %", numeric=True), error),
     )
     ordered = sorted(rows, key=lambda row: names[row.cell])
-    lines = tuple(
-        (
-            Cell(names[row.cell]),
-            *(_beside(row.measured.get(name), row.predicted.get(name), unit) for name in shown),
-            Cell(_number(row.measured.get("peak"), unit)),
-            Cell(_number(row.predicted.get("peak"), unit)),
-            _error(row.error_ratio),
-        )
-        for row in ordered
-    )
-    about = tuple((row.cell,) for row in ordered)
-    return Table("Memory by component", columns, lines, _notes(ordered, names), about)
-
-
-def _notes(rows: Sequence[MemoryRow], names: Mapping[str, str]) -> tuple[str, ...]:
-    errors = _errors(rows)
     notes = [
         "The process with the highest peak of each cell; small print: predicted, if it differs. Each component is "
         "shown at its own maximum: gradients grow while activations are freed, so the sum may exceed the peak."
     ]
     if errors:
         ninth = errors[min(len(errors) - 1, -(-9 * len(errors) // 10) - 1)]
-        median = statistics.median(errors)
         notes.append(
-            f"Error of the predicted peak over {len(errors)} cells: median {_percent(median)}, "
+            f"Error of the predicted peak over {len(errors)} cells: median {_percent(statistics.median(errors))}, "
             f"90th percentile {_percent(ninth)}, largest {_percent(errors[-1])}."
         )
-    notes += dict.fromkeys(f"{names[row.cell]}: {row.note}" for row in rows if row.note)
-    return tuple(notes)
+    notes += dict.fromkeys(f"{names[row.cell]}: {row.note}" for row in ordered if row.note)
+    return filled("Memory by component", ordered, columns, notes, lambda row: (row.cell,))
 
 
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:.2g} %" if ratio >= 1e-4 else "under 0.01 %"
 
 
-def _number(size: int | None, unit: Scale) -> str:
-    return format_parts(size, None, None, unit)[0]
-
-
-def _beside(measured: int | None, predicted: int | None, unit: Scale) -> Cell:
-    if measured is None or predicted is None or abs(predicted - measured) <= SAME * max(measured, predicted):
-        return Cell(_number(measured, unit))
-    return Cell(_number(measured, unit), _number(predicted, unit))
-
-
-def _error(ratio: float | None) -> Cell:
-    if ratio is None:
-        return Cell(MISSING)
-    text = format_number(100 * ratio, 1)
-    return Cell(text if ratio < 0 or text == "0.0" else f"+{text}", "", "bad" if abs(ratio) > GOOD_ERROR else "")
-
-
 def frontier(points: Sequence[FrontierPoint]) -> Table | None:
     """One row per search: between which micro batches the limit lies, and every probe that says so."""
-    columns = (
-        Column("series", prose=True),
-        Column("sequence", numeric=True),
-        Column("largest that fits", numeric=True),
-        Column("smallest that does not", numeric=True),
-        Column("predicted", numeric=True, priority=1),
-        Column("probes", prose=True, priority=2),
-    )
-    rows = tuple(
+    marks = {"ok": TICK, "oom": CROSS}
+    columns: tuple[Filled[FrontierPoint], ...] = (
+        (Column("series", prose=True), lambda point: point.series),
+        (Column("sequence", numeric=True), lambda point: str(point.sequence_length)),
         (
-            Cell(point.series),
-            Cell(str(point.sequence_length)),
-            Cell(_count(point.largest_fitting), "" if point.settled else "not settled"),
-            Cell(_count(point.smallest_failing)),
-            Cell(_count(point.predicted)),
-            Cell(_probes(point)),
-        )
-        for point in points
+            Column("largest that fits", numeric=True),
+            lambda point: Cell(_count(point.largest_fitting), "" if point.settled else "not settled"),
+        ),
+        (Column("smallest that does not", numeric=True), lambda point: _count(point.smallest_failing)),
+        (Column("predicted", numeric=True, priority=1), lambda point: _count(point.predicted)),
+        (
+            Column("probes", prose=True, priority=2),
+            lambda point: ", ".join(f"{p.micro_batch} {marks.get(p.status, p.status)}" for p in point.probes),
+        ),
     )
-    notes = (
-        "Each micro batch was tried in its own processes. If the two are neighbours, every size in between was tried.",
+    note = (
+        "Each micro batch was tried in its own processes. If the two are neighbours, every size in between was tried."
     )
-    return Table("Largest micro batch that fits", columns, rows, notes) if rows else None
+    return filled("Largest micro batch that fits", points, columns, (note,))
 
 
 def _count(value: int | None) -> str:
     return MISSING if value is None else str(value)
-
-
-def _probes(point: FrontierPoint) -> str:
-    marks = {"ok": TICK, "oom": CROSS}
-    return ", ".join(f"{probe.micro_batch} {marks.get(probe.status, probe.status)}" for probe in point.probes)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import NodeEvidence, NodeMeasure, NodeVerdict, Report
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.wording import MISSING, listed
 
 TONES = {PASS: "good", UNDECIDED: "", SUSPECT: "", FAIL: "bad"}
 MOST_NAMED = 6
-PER_CENT = 100.0
 
 
 def tables(report: Report) -> tuple[Table, ...]:
@@ -28,17 +27,15 @@ def sentence(report: Report) -> str:
     """How many passed, how many are inconclusive, and which did not pass; empty without a node test."""
     if not report.nodes:
         return ""
-    passed, untold = (sum(node.verdict == verdict for node in report.nodes) for verdict in (PASS, UNDECIDED))
-    first = f"{passed} of {len(report.nodes)} nodes pass{f', {untold} inconclusive' if untold else ''}."
+    passed, undecided = (sum(node.verdict == verdict for node in report.nodes) for verdict in (PASS, UNDECIDED))
+    parts = [f"{passed} of {len(report.nodes)} nodes pass{f', {undecided} inconclusive' if undecided else ''}."]
     words = {FAIL: "Failed", SUSPECT: "Suspect", UNDECIDED: "Inconclusive, test again with more repeats"}
-    return " ".join(filter(None, (first, *(_named(report, verdict, word) for verdict, word in words.items()))))
-
-
-def _named(report: Report, verdict: str, word: str) -> str:
-    found = [f"{node.node} ({kinds_of(node)})" for node in report.nodes if node.verdict == verdict]
-    rest = len(found) - MOST_NAMED
-    shown = [*found[:MOST_NAMED], f"{rest} more"] if rest > 0 else found
-    return f"{word}: {listed(shown)}." if found else ""
+    for verdict, word in words.items():
+        found = [f"{node.node} ({kinds_of(node)})" for node in report.nodes if node.verdict == verdict]
+        if len(found) > MOST_NAMED:
+            found[MOST_NAMED:] = [f"{len(found) - MOST_NAMED} more"]
+        parts += [f"{word}: {listed(found)}."] if found else []
+    return " ".join(parts)
 
 
 def verdict_name(verdict: str) -> str:
@@ -55,26 +52,31 @@ def kinds_of(node: NodeVerdict) -> str:
 
 def standings(report: Report) -> Table | None:
     """For each measure the rank furthest from its peers, in percent of the median; temperatures in C above it."""
-    if not report.nodes:
-        return None
     measures = measure_names(report.nodes)
-    columns = (
-        Column("node"),
-        Column("verdict"),
-        *(Column(f"{name}, {_unit(report, name)}", numeric=True, priority=1 + i) for i, name in enumerate(measures)),
-        Column("devices", prose=True, priority=len(measures) + 1),
-    )
-    rows = tuple(
+
+    def measured(name: str, priority: int) -> Filled[NodeVerdict]:
+        def cell(node: NodeVerdict) -> Cell:
+            m = furthest(node, name)
+            if m is None:
+                return Cell(MISSING)
+            low, high = shown(m, m.low), shown(m, m.high)
+            interval = f"[{low:.1f}, {high:.1f}]" if low is not None and high is not None and low < high else ""
+            return Cell(f"{shown(m, m.relative):.1f}", interval, "bad" if m.verdict in (SUSPECT, FAIL) else "")
+
+        unit = next(m.unit for node in report.nodes for m in node.measures if m.measure == name)
+        heading = f"{name}, {'C above' if unit == 'C' else '% of median'}"
+        return Column(heading, numeric=True, priority=priority), cell
+
+    columns: tuple[Filled[NodeVerdict], ...] = (
+        (Column("node"), lambda node: node.node),
+        (Column("verdict"), lambda node: Cell(verdict_name(node.verdict), kinds_of(node), TONES[node.verdict])),
+        *(measured(name, 1 + i) for i, name in enumerate(measures)),
         (
-            Cell(node.node),
-            Cell(verdict_name(node.verdict), kinds_of(node), TONES[node.verdict]),
-            *(_standing(furthest(node, name)) for name in measures),
-            Cell(", ".join(dict.fromkeys(node.devices))),
-        )
-        for node in worst_first(report.nodes)
+            Column("devices", prose=True, priority=len(measures) + 1),
+            lambda node: ", ".join(dict.fromkeys(node.devices)),
+        ),
     )
-    cells = tuple((node.cell,) for node in worst_first(report.nodes))
-    return Table("Nodes", columns, rows, tuple(_notes(report)), cells)
+    return filled("Nodes", worst_first(report.nodes), columns, _notes(report), lambda node: (node.cell,))
 
 
 def worst_first(nodes: Iterable[NodeVerdict]) -> list[NodeVerdict]:
@@ -86,7 +88,7 @@ def measure_names(nodes: Iterable[NodeVerdict]) -> list[str]:
 
 
 def furthest(node: NodeVerdict, measure: str) -> NodeMeasure | None:
-    """The node's rank that lies furthest from the middle, where one lies outside the band that one."""
+    """The rank of the node with the worst verdict, and among those the one furthest from the median."""
     ours = [m for m in node.measures if m.measure == measure]
     return max(
         ours,
@@ -95,22 +97,9 @@ def furthest(node: NodeVerdict, measure: str) -> NodeMeasure | None:
     )
 
 
-def _unit(report: Report, measure: str) -> str:
-    found = next(m for node in report.nodes for m in node.measures if m.measure == measure)
-    return "C above" if found.unit == "C" else "% of median"
-
-
-def _standing(m: NodeMeasure | None) -> Cell:
-    if m is None:
-        return Cell(MISSING)
-    low, high = shown(m, m.low), shown(m, m.high)
-    interval = f"[{low:.1f}, {high:.1f}]" if low is not None and high is not None and low < high else ""
-    return Cell(f"{shown(m, m.relative):.1f}", interval, "bad" if m.verdict in (SUSPECT, FAIL) else "")
-
-
 def shown(m: NodeMeasure, value: float | None) -> float | None:
     """In per cent of the median; degrees stay degrees."""
-    return None if value is None else value if m.unit == "C" else value * PER_CENT
+    return None if value is None else value if m.unit == "C" else 100 * value
 
 
 def _notes(report: Report) -> Iterable[str]:
@@ -139,16 +128,16 @@ def band(m: NodeMeasure) -> str:
 
 def reasons(report: Report) -> Table | None:
     """Evidence against nodes first, then what is inconclusive."""
-    columns = (Column("node"), Column("verdict"), Column("evidence", prose=True), Column("try next", prose=True))
+    columns: tuple[Filled[tuple[NodeVerdict, NodeEvidence]], ...] = (
+        (Column("node"), lambda pair: pair[0].node),
+        (Column("verdict"), lambda pair: Cell(pair[1].verdict, pair[1].kind, TONES[pair[1].verdict])),
+        (Column("evidence", prose=True), lambda pair: pair[1].text),
+        (Column("try next", prose=True), lambda pair: Cell(pair[1].next_command, "", "code")),
+    )
     found = [(node, e) for node in worst_first(report.nodes) for e in node.evidence]
-    rows = tuple(_reason(node, e) for node, e in found)
-    untold = any(e.verdict == UNDECIDED for _, e in found)
-    title = "Evidence against nodes" + (", or why they are inconclusive" if untold else "")
-    return Table(title, columns, rows, cells=tuple((n.cell,) for n, _ in found)) if rows else None
-
-
-def _reason(node: NodeVerdict, e: NodeEvidence) -> tuple[Cell, ...]:
-    return Cell(node.node), Cell(e.verdict, e.kind, TONES[e.verdict]), Cell(e.text), Cell(e.next_command, "", "code")
+    undecided = any(e.verdict == UNDECIDED for _, e in found)
+    title = "Evidence against nodes" + (", or why they are inconclusive" if undecided else "")
+    return filled(title, found, columns, about=lambda pair: (pair[0].cell,))
 
 
 def differences(report: Report) -> Table | None:
@@ -162,7 +151,7 @@ def differences(report: Report) -> Table | None:
 
 
 def conditions(report: Report) -> Table | None:
-    """A line per fact, a column per node; what no node tells is left out."""
+    """A line per fact, a column per node; facts that no node reports are left out."""
     nodes: Sequence[NodeVerdict] = [node for node in report.nodes if node.condition]
     names = dict.fromkeys(name for node in nodes for name, _ in node.condition)
     rows = tuple((Cell(name), *(Cell(dict(node.condition).get(name, MISSING)) for node in nodes)) for name in names)

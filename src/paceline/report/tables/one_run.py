@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import Certificate
+from paceline.analysis.findings.served import LoadOfRun, ReplicaOfRun
 from paceline.results.records import RunRecord, TraceSample
-from paceline.wording import MISSING, format_duration
+from paceline.wording import MISSING, Scale, format_duration, format_parts
 
 GIB = 2**30
 CLASSES = ("products", "attention", "dequantisation", "elementwise", "copies")
@@ -19,41 +20,37 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_at))
     yield f"  started {started}, took {format_duration(record.ended_at - record.started_at)}; directory {record.path}"
     yield "  requested: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
-    yield from _machines(record)
-    yield from _ranks(record)
-    yield from _attempts(record)
-    yield from _losses(record)
-    yield from map(_profile, record.traces)
-    for check in certificate.checks if certificate else ():
-        yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
-
-
-def _losses(record: RunRecord) -> Iterator[str]:
-    """By their ranks where some of a node's were left: under Ray each has a process of its own."""
-    topology, spoke = record.spec.topology, {outcome.rank for outcome in record.outcomes}
-    for node in record.lost_nodes:
-        first = node * topology.processes_per_node
-        ranks = range(first, first + topology.processes_per_node)
-        silent = [str(rank) for rank in ranks if rank not in spoke]
-        who = f"node {node} of {topology.nodes}"
-        if 0 < len(silent) < len(ranks):
-            who = f"rank {', '.join(silent)} on {who}"
-        yield f"  {who} was lost before the end; the run continued without it"
-
-
-def _machines(record: RunRecord) -> Iterator[str]:
     for machine in record.machines:
         gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
-
-
-def _attempts(record: RunRecord) -> Iterator[str]:
-    """How those before the last one ended."""
+    for outcome in record.outcomes:
+        # Ranks of an inference run have no steps; their results are listed by load.
+        if spec.serving is not None:
+            yield f"  rank {outcome.rank}: {outcome.status}"
+            continue
+        steps = [s for s in record.steps if s.rank == outcome.rank and s.variant == 0]
+        loss = f"loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}" if steps else "no step"
+        peaks = [m for m in record.memory if m.rank == outcome.rank and m.moment == "steps"]
+        peak_bytes = next((m.allocated_bytes or m.resident_bytes for m in peaks), None)
+        memory = MISSING if peak_bytes is None else f"{peak_bytes / GIB:.2f} GiB"
+        yield f"  rank {outcome.rank}: {outcome.status}, {len(steps)} steps, {loss}, peak memory {memory}"
     for attempt in record.attempts:
         reason = f" ({attempt.reason})" if attempt.reason else ""
         lasted = format_duration(attempt.ended_at - attempt.submitted_at)
         yield f"  attempt {attempt.attempt}: {attempt.status} after {lasted}{reason}"
+    per_node, reported = spec.topology.processes_per_node, {outcome.rank for outcome in record.outcomes}
+    for node in record.lost_nodes:
+        ranks = range(node * per_node, (node + 1) * per_node)
+        silent = [str(rank) for rank in ranks if rank not in reported]
+        who = f"node {node} of {spec.topology.nodes}"
+        # Under Ray each rank has its own process, so only some ranks of a node may be lost.
+        if 0 < len(silent) < len(ranks):
+            who = f"rank {', '.join(silent)} on {who}"
+        yield f"  {who} was lost before the end; the run continued without it"
+    yield from map(_profile, record.traces)
+    for check in certificate.checks if certificate else ():
+        yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
 
 
 def _profile(trace: TraceSample) -> str:
@@ -65,15 +62,27 @@ def _profile(trace: TraceSample) -> str:
     return f"  rank {trace.rank}, {trace.steps} profiled steps of {trace.wall_s / trace.steps * 1e3:,.4g} ms: {shares}"
 
 
-def _ranks(record: RunRecord) -> Iterator[str]:
-    """Ranks of an inference run have no steps; their results are listed by load."""
-    for outcome in record.outcomes:
-        if record.spec.serving is not None:
-            yield f"  rank {outcome.rank}: {outcome.status}"
-            continue
-        steps = [s for s in record.steps if s.rank == outcome.rank and s.variant == 0]
-        loss = f"loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}" if steps else "no step"
-        peaks = [m for m in record.memory if m.rank == outcome.rank and m.moment == "steps"]
-        peak_bytes = next((m.allocated_bytes or m.resident_bytes for m in peaks), None)
-        memory = MISSING if peak_bytes is None else f"{peak_bytes / GIB:.2f} GiB"
-        yield f"  rank {outcome.rank}: {outcome.status}, {len(steps)} steps, {loss}, peak memory {memory}"
+def served_lines(loads: Sequence[LoadOfRun], replicas: Sequence[ReplicaOfRun]) -> Iterator[str]:
+    """Each load of an inference run with its verdict, what failed and why, and each replica."""
+
+    def ms(seconds: float) -> str:
+        return format_parts(seconds, None, None, Scale("ms", 1e3))[0]
+
+    for load in loads:
+        name = f"{load.scenario}, {load.name}" if load.name else load.scenario
+        late = f", {load.late:,} late or failed" if load.late is not None else ""
+        counts = f"{load.requests:,} requests, {load.requests - load.failed:,} answered, {load.failed:,} failed{late}"
+        yield f"  load {name}: {load.verdict}; {counts}"
+        yield from (f"    because: {reason}" for reason in load.reasons)
+        for failure in load.failures:
+            times = "once" if failure.count == 1 else f"{failure.count:,} times"
+            example = f", such as: {failure.detail}" if failure.detail else ""
+            yield f"    failed, {failure.name} {times}{example}"
+        if load.latencies:
+            latencies = (f"{name} {ms(median)} and {ms(tail)}" for name, (median, tail) in load.latencies.items())
+            yield f"    median and p99 of answered requests, ms: {', '.join(latencies)}"
+    for each in replicas:
+        facts = [f"{each.requests:,} requests", f"{each.failed:,} failed"]
+        facts += [f"gone after {each.died_s:.1f} s"] if each.died_s is not None else []
+        facts += [f"{each.reassigned:,} of its samples reassigned to others"] if each.reassigned else []
+        yield f"  replica {each.replica} on {each.host}, model {each.model}: {', '.join(facts)}"

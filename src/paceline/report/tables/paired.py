@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from paceline.analysis.findings import TIE, Report
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.wording import ratio_words, verdict_text
 
 SPEED = "output_tokens_per_s"
+Row = tuple[PairedReplicas, PairedRatio]
 _TONES = {FASTER: "good", SLOWER: "bad", TIE: "quiet", None: "quiet"}
 METHOD = (
     "The same samples on both, in alternating order, so that a steady drift cancels; intervals are a paired "
@@ -20,19 +21,20 @@ METHOD = (
 
 def sentence(report: Report) -> str:
     """One sentence for each pair, with the reasons to doubt it."""
-    return " ".join(_said(pair) for pair in report.paired if pair.ratios)
-
-
-def _said(pair: PairedReplicas) -> str:
-    speed = next((r for r in pair.ratios if r.metric == SPEED), pair.ratios[0])
-    ours, theirs = _name(pair.replica, pair.host), _name(pair.other, pair.other_host)
-    beside = [f"differs: {differences_text(pair.differences)}"] if pair.differences else []
-    beside += [f"flagged: {flag}" for flag in pair.flags]
-    text = f"{ours} {_verdict(speed)} {theirs} on {pair.pairs:,} samples"
-    if speed.verdict == TIE:
-        verdict, interval = verdict_text(TIE, speed.ratio, speed.low, speed.high, "", speed.detectable_ratio)
-        text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict}, {interval}"
-    return "; ".join((text[0].upper() + text[1:], *beside)) + "."
+    sentences = []
+    for pair in report.paired:
+        if not pair.ratios:
+            continue
+        speed = next((r for r in pair.ratios if r.metric == SPEED), pair.ratios[0])
+        ours, theirs = _name(pair.replica, pair.host), _name(pair.other, pair.other_host)
+        text = f"{ours} {_verdict(speed)} {theirs} on {pair.pairs:,} samples"
+        if speed.verdict == TIE:
+            verdict, interval = verdict_text(TIE, speed.ratio, speed.low, speed.high, "", speed.detectable_ratio)
+            text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict}, {interval}"
+        beside = [f"differs: {differences_text(pair.differences)}"] if pair.differences else []
+        beside += [f"flagged: {flag}" for flag in pair.flags]
+        sentences.append("; ".join((text[0].upper() + text[1:], *beside)) + ".")
+    return " ".join(sentences)
 
 
 def _verdict(found: PairedRatio) -> str:
@@ -47,20 +49,32 @@ def _name(replica: int, host: str | None) -> str:
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    if not report.paired:
-        return ()
-    columns = (
-        Column("replicas"),
-        Column("metric"),
-        Column("first over second"),
-        Column("smallest detectable, %", numeric=True, priority=1),
-        Column("samples", numeric=True, priority=2),
-        Column("what else differs", prose=True),
-        Column("reason", prose=True, priority=3),
+    def ratio(row: Row) -> Cell:
+        pair, r = row
+        text, interval = verdict_text(r.verdict, r.ratio, r.low, r.high, r.verdict or "", r.detectable_ratio)
+        return Cell(f"{text}, flagged", interval, "bad") if pair.flags else Cell(text, interval, _TONES[r.verdict])
+
+    columns: tuple[Filled[Row], ...] = (
+        (
+            Column("replicas"),
+            lambda row: f"{_name(row[0].replica, row[0].host)} : {_name(row[0].other, row[0].other_host)}",
+        ),
+        (Column("metric"), lambda row: row[1].metric),
+        (Column("first over second"), ratio),
+        (
+            Column("smallest detectable, %", numeric=True, priority=1),
+            lambda row: "" if row[1].detectable_ratio is None else f"{row[1].detectable_ratio * 100:.2g}",
+        ),
+        (Column("samples", numeric=True, priority=2), lambda row: f"{row[0].pairs:,}"),
+        (
+            Column("what else differs", prose=True),
+            lambda row: differences_text(row[0].differences) if row[1] is row[0].ratios[0] else "",
+        ),
+        (Column("reason", prose=True, priority=3), lambda row: row[1].reason),
     )
-    rows = tuple(row for pair in report.paired for row in _rows(pair))
-    cells = tuple((pair.cell,) for pair in report.paired for _ in _rows(pair))
-    return (Table("Replica against replica", columns, rows, tuple(_notes(report)), cells),)
+    rows = [(pair, found) for pair in report.paired for found in pair.ratios]
+    table = filled("Replica against replica", rows, columns, _notes(report), lambda row: (row[0].cell,))
+    return (table,) if table else ()
 
 
 def _notes(report: Report) -> Iterator[str]:
@@ -72,24 +86,3 @@ def _notes(report: Report) -> Iterator[str]:
         if pair.dropped:
             yield f"{pair.dropped:,} samples that one of {names} did not always answer are left out."
         yield from (f"{flag}: its verdict may compare different work." for flag in pair.flags)
-
-
-def _rows(pair: PairedReplicas) -> Iterator[tuple[Cell, ...]]:
-    for number, found in enumerate(pair.ratios):
-        detectable = "" if found.detectable_ratio is None else f"{found.detectable_ratio * 100:.2g}"
-        yield (
-            Cell(f"{_name(pair.replica, pair.host)} : {_name(pair.other, pair.other_host)}"),
-            Cell(found.metric),
-            _ratio(found, flagged=bool(pair.flags)),
-            Cell(detectable),
-            Cell(f"{pair.pairs:,}"),
-            Cell(differences_text(pair.differences) if number == 0 else ""),
-            Cell(found.reason),
-        )
-
-
-def _ratio(found: PairedRatio, flagged: bool) -> Cell:
-    word = found.verdict or ""
-    text, interval = verdict_text(found.verdict, found.ratio, found.low, found.high, word, found.detectable_ratio)
-    tone = "bad" if flagged else _TONES[found.verdict]
-    return Cell(f"{text}{', flagged' if flagged else ''}", interval, tone)

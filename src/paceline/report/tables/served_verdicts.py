@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from paceline.analysis.findings import Fleet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
+from paceline.analysis.findings import Fleet, FullSet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served import KEPT, NOT_KEPT
 from paceline.analysis.findings.training import BETTER, WORSE
 from paceline.errors import Scalar
 from paceline.report.tables.served import load_text, loads_of, rules_text, span
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.report.text.load_names import BESIDE
 from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_duration, format_number, format_parts, listed, places, verdict_text
 
-# A replica that had ended earlier than another is not slower for it.
+# A replica that finished earlier than another is not slower because of that.
 OWN_TIME = (
     "The time of a replica runs from the start of the load to its last answer; the last row covers the whole load."
 )
@@ -25,7 +26,11 @@ _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
 
 def tables(report: Report) -> tuple[Table, ...]:
     """In reading order; empty if the report has no such runs."""
-    shown = _shown(report.fleets)
+    by_cell: dict[str, list[Fleet]] = {}
+    for fleet in report.fleets:
+        by_cell.setdefault(fleet.cell, []).append(fleet)
+    # Only the load with the highest throughput of each cell: the loads have rows of their own already.
+    shown = [max(fleets, key=lambda fleet: fleet.combined.value or 0.0) for fleets in by_cell.values()]
     found = (
         *(_replicas(fleet, shown) for fleet in shown),
         _gains(report),
@@ -38,82 +43,55 @@ def tables(report: Report) -> tuple[Table, ...]:
 # --- replicas ---
 
 
-def _shown(fleets: Sequence[Fleet]) -> list[Fleet]:
-    """One of each cell: of a sweep or a search the load that served most, as the loads themselves have rows already."""
-    best: dict[str, Fleet] = {}
-    for fleet in fleets:
-        known = best.get(fleet.cell)
-        if known is None or (fleet.combined.value or 0.0) > (known.combined.value or 0.0):
-            best[fleet.cell] = fleet
-    return list(best.values())
-
-
 def _load_words(axes: Mapping[str, Scalar]) -> str:
     """`sweep, concurrency 4`: the name of a load on its own."""
     named = [axis_text(name, axes) for name in ("rate_per_s", "concurrency") if axes.get(name) is not None]
     return ", ".join((str(axes.get("scenario")), *named))
 
 
-def _title(fleet: Fleet, shown: Sequence[Fleet]) -> str:
-    """The load and its partition; where another has the same, also in what the two differ."""
+def _replicas(fleet: Fleet, shown: Sequence[Fleet]) -> Table:
+    # The title is the load and its partition; if another has the same, also the axes in which the two differ.
     words = {id(each): f"{_load_words(each.axes)}, {each.axes.get('partition')} partition" for each in shown}
     alike = [each.axes for each in shown if words[id(each)] == words[id(fleet)]]
     differing = [name for name in BESIDE if len({str(axes.get(name)) for axes in alike}) > 1]
-    return ", ".join((words[id(fleet)], *(axis_text(name, fleet.axes) for name in differing)))
+    title = ", ".join((words[id(fleet)], *(axis_text(name, fleet.axes) for name in differing)))
 
+    def rate(value: float | None) -> Cell:
+        return Cell(MISSING, "", "quiet") if value is None else Cell(format_number(value, places(value, None, None)))
 
-def _replicas(fleet: Fleet, shown: Sequence[Fleet]) -> Table:
-    columns = (
-        Column("replica"),
-        Column("requests", numeric=True),
-        Column("output in its own time, tokens/s", numeric=True),
-        Column("prompt in its own time, tokens/s", numeric=True, priority=1),
-        Column("alone, tokens/s", numeric=True, priority=2),
-        Column("busy, %", numeric=True),
-        Column("done after", numeric=True, priority=3),
-        Column("state", priority=1),
-    )
-    rows = tuple(_replica(share, share.replica == fleet.best) for share in fleet.replicas)
-    return Table(
-        f"Replicas ({_title(fleet, shown)})",
-        columns,
-        (*rows, _together(fleet)),
-        tuple(_notes(fleet)),
-        ((fleet.cell,),) * (len(rows) + 1),
-    )
+    def busy(share: ReplicaShare) -> str:
+        return MISSING if share.busy_ratio is None else f"{share.busy_ratio:.0%}".rstrip("%")
 
+    def state(share: ReplicaShare) -> Cell:
+        if share.died_s is not None:
+            return Cell(f"gone after {share.died_s:.1f} s", "", "bad")
+        text = "best" if share.replica == fleet.best else f"{share.failed} failed" if share.failed else "ok"
+        return Cell(text, "", "bad" if share.failed else "")
 
-def _replica(share: ReplicaShare, is_best: bool) -> tuple[Cell, ...]:
-    gone = share.died_s is not None
-    state = f"gone after {share.died_s:.1f} s" if gone else "best" if is_best else f"{share.failed} failed"
-    return (
-        Cell(f"{share.replica} {share.host or ''}".strip()),
-        Cell(f"{share.requests:,}"),
-        *(
-            (Cell(MISSING, "", "quiet") if x is None else Cell(format_number(x, places(x, None, None))))
-            for x in (share.output_tokens_per_s, share.prompt_tokens_per_s, share.alone_tokens_per_s)
+    columns: tuple[Filled[ReplicaShare], ...] = (
+        (Column("replica"), lambda share: f"{share.replica} {share.host or ''}".strip()),
+        (Column("requests", numeric=True), lambda share: f"{share.requests:,}"),
+        (Column("output in its own time, tokens/s", numeric=True), lambda share: rate(share.output_tokens_per_s)),
+        (
+            Column("prompt in its own time, tokens/s", numeric=True, priority=1),
+            lambda share: rate(share.prompt_tokens_per_s),
         ),
-        Cell(MISSING if share.busy_ratio is None else f"{share.busy_ratio:.0%}".rstrip("%")),
-        Cell(format_duration(share.finished_s)),
-        Cell(state if gone or is_best or share.failed else "ok", "", "bad" if gone or share.failed else ""),
+        (Column("alone, tokens/s", numeric=True, priority=2), lambda share: rate(share.alone_tokens_per_s)),
+        (Column("busy, %", numeric=True), busy),
+        (Column("done after", numeric=True, priority=3), lambda share: format_duration(share.finished_s)),
+        (Column("state", priority=1), state),
     )
-
-
-def _together(fleet: Fleet) -> tuple[Cell, ...]:
-    requests = sum(share.requests for share in fleet.replicas)
-    value, interval = format_parts(fleet.combined.value, fleet.combined.low, fleet.combined.high)
-    last = max(share.finished_s for share in fleet.replicas)
-    empty = Cell(MISSING, "", "quiet")
-    return (
+    table = filled(f"Replicas ({title})", fleet.replicas, columns, _notes(fleet), lambda _: (fleet.cell,))
+    assert table is not None
+    together = (
         Cell("together"),
-        Cell(f"{requests:,}"),
-        Cell(value, interval),
-        empty,
-        empty,
-        empty,
-        Cell(format_duration(last)),
+        Cell(f"{sum(share.requests for share in fleet.replicas):,}"),
+        Cell(*format_parts(fleet.combined.value, fleet.combined.low, fleet.combined.high)),
+        *(Cell(MISSING, "", "quiet"),) * 3,
+        Cell(format_duration(max(share.finished_s for share in fleet.replicas))),
         Cell(""),
     )
+    return replace(table, rows=(*table.rows, together), cells=(*table.cells, (fleet.cell,)))
 
 
 def _notes(fleet: Fleet) -> Iterator[str]:
@@ -131,42 +109,36 @@ def _notes(fleet: Fleet) -> Iterator[str]:
 
 
 def _gains(report: Report) -> Table | None:
-    columns = (
-        Column("load"),
-        Column("dynamic / static"),
-        Column("because", prose=True),
+    def ratio(gain: PartitionGain) -> Cell:
+        word = "faster" if gain.ratio > 1 else "slower"
+        text = verdict_text(gain.verdict, gain.ratio, gain.low, gain.high, word)
+        return Cell(*text, _GAIN_TONES.get(gain.verdict, "quiet"))
+
+    columns: tuple[Filled[PartitionGain], ...] = (
+        (Column("load"), lambda gain: _load_words(gain.axes)),
+        (Column("dynamic / static"), ratio),
+        (Column("because", prose=True), lambda gain: gain.reason),
     )
-    rows = tuple(map(_gain, report.partition_gains))
-    cells = tuple((gain.cell, gain.other) for gain in report.partition_gains)
-    return Table("Gain of the dynamic partition", columns, rows, (), cells) if rows else None
-
-
-def _gain(gain: PartitionGain) -> tuple[Cell, ...]:
-    word = "faster" if gain.ratio > 1 else "slower"
-    text, interval = verdict_text(gain.verdict, gain.ratio, gain.low, gain.high, word)
-    tone = _GAIN_TONES.get(gain.verdict, "quiet")
-    return Cell(_load_words(gain.axes)), Cell(text, interval, tone), Cell(gain.reason)
+    title = "Gain of the dynamic partition"
+    return filled(title, report.partition_gains, columns, about=lambda gain: (gain.cell, gain.other))
 
 
 def _full_sets(report: Report) -> Table | None:
-    columns = (
-        Column("load"),
-        Column("samples", numeric=True),
-        Column("sent", numeric=True),
-        Column("would take"),
-        Column("by", prose=True),
-    )
     loads = loads_of(report)
-    rows = []
-    for each in report.full_sets:
+
+    def load(each: FullSet) -> str:
         measured = loads.get((each.cell, each.axes.get("stage")))
-        load = load_text(measured, loads) if measured else str(each.axes.get("scenario"))
-        time = Cell(span(each.time)) if each.time else Cell("not estimated", "", "quiet")
-        why = each.law if each.time else f"{each.reason}"
-        rows.append((Cell(load), Cell(f"{each.samples:,}"), Cell(f"{each.asked:,}"), time, Cell(why)))
-    notes = ("An estimate, not a measurement: it assumes that the samples sent represent all others.",)
-    cells = tuple((each.cell,) for each in report.full_sets)
-    return Table("Time for the whole set", columns, tuple(rows), notes, cells) if rows else None
+        return load_text(measured, loads) if measured else str(each.axes.get("scenario"))
+
+    columns: tuple[Filled[FullSet], ...] = (
+        (Column("load"), load),
+        (Column("samples", numeric=True), lambda each: f"{each.samples:,}"),
+        (Column("sent", numeric=True), lambda each: f"{each.asked:,}"),
+        (Column("would take"), lambda each: span(each.time) if each.time else Cell("not estimated", "", "quiet")),
+        (Column("by", prose=True), lambda each: each.law if each.time else f"{each.reason}"),
+    )
+    note = "An estimate, not a measurement: it assumes that the samples sent represent all others."
+    return filled("Time for the whole set", report.full_sets, columns, (note,), lambda each: (each.cell,))
 
 
 # --- rules ---
@@ -176,16 +148,11 @@ def _rules(verdict: ServedVerdict) -> Table | None:
     """Rule by rule, for runs that requested the rules."""
     if verdict.label is None:
         return None
-    columns = (
-        Column("rule", prose=True),
-        Column("required", prose=True),
-        Column("observed", prose=True),
-        Column("outcome"),
+    columns: tuple[Filled[Rule], ...] = (
+        (Column("rule", prose=True), lambda rule: rule.name),
+        (Column("required", prose=True), lambda rule: rule.asked),
+        (Column("observed", prose=True), lambda rule: rule.seen),
+        (Column("outcome"), lambda rule: Cell(rule.outcome, "", _TONES.get(rule.outcome, "quiet"))),
     )
-    rows = tuple(map(_rule, verdict.rules))
     runs = f"Runs: {listed(verdict.runs)}."
-    return Table(rules_text(verdict), columns, rows, (runs,), ((verdict.cell,),) * len(rows))
-
-
-def _rule(rule: Rule) -> tuple[Cell, ...]:
-    return Cell(rule.name), Cell(rule.asked), Cell(rule.seen), Cell(rule.outcome, "", _TONES.get(rule.outcome, "quiet"))
+    return filled(rules_text(verdict), verdict.rules, columns, (runs,), lambda _: (verdict.cell,))

@@ -7,11 +7,21 @@ are left out and named below the table, so that a table never suggests a zero.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
-from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Report, RunFinding
+from paceline.analysis.findings import (
+    BETTER,
+    TIE,
+    WORSE,
+    Certificate,
+    Comparison,
+    Measurement,
+    Recommendation,
+    Report,
+    RunFinding,
+)
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.report.text.cells import (
     THROUGHPUT,
@@ -19,6 +29,7 @@ from paceline.report.text.cells import (
     WIRE_FORMULA,
     Group,
     Row,
+    Unranked,
     axes_of,
     cell_name,
     groups,
@@ -29,6 +40,7 @@ from paceline.report.text.machine_facts import flatten
 from paceline.report.text.measurements import format_brief
 from paceline.wording import (
     MISSING,
+    Scale,
     direction,
     format_duration,
     format_number,
@@ -83,18 +95,42 @@ class Table:
     cells: tuple[tuple[str, ...], ...] = ()
 
 
-Filled = tuple[Column, Callable[[Row], Cell]]
+Item = TypeVar("Item")
+# A column, and the function that gives its cell in the row of an item; a text is a cell without detail and tone.
+Filled = tuple[Column, Callable[[Item], Cell | str]]
+
+
+def filled(
+    title: str,
+    items: Iterable[Item],
+    columns: Iterable[Filled[Item]],
+    notes: Iterable[str] = (),
+    about: Callable[[Item], tuple[str, ...]] | None = None,
+) -> Table | None:
+    """A table with a row per item, None without items; about gives the cells that an item is about."""
+    items, columns = tuple(items), tuple(columns)
+    made = [[fill(item) for _, fill in columns] for item in items]
+    rows = tuple(tuple(Cell(cell) if isinstance(cell, str) else cell for cell in row) for row in made)
+    cells = tuple(map(about, items)) if about else ()
+    return Table(title, tuple(column for column, _ in columns), rows, tuple(notes), cells) if rows else None
+
+
+def without_empty(table: Table) -> tuple[Table, list[Column]]:
+    """The table without the columns in which no row has a value, and those columns."""
+    keep = [i for i in range(len(table.columns)) if any(row[i].text != MISSING for row in table.rows)]
+    absent = [column for i, column in enumerate(table.columns) if i not in keep]
+    columns = tuple(table.columns[i] for i in keep)
+    return replace(table, columns=columns, rows=tuple(tuple(row[i] for i in keep) for row in table.rows)), absent
+
+
+def measured_cell(m: Measurement | None, scale: Scale | None = None) -> Cell:
+    """The value of a measurement with its interval as the smaller print."""
+    return Cell(MISSING) if m is None else Cell(*format_parts(m.value, m.low, m.high, scale))
 
 
 def first_sentence(text: str) -> tuple[str, str]:
     sentence, stop, rest = text.partition(". ")
     return sentence + stop.strip(), rest
-
-
-def _because(text: str) -> str:
-    """The first sentence; if several lead, also the next, which says whom they beat."""
-    first, rest = first_sentence(text)
-    return f"{first} {first_sentence(rest)[0]}" if first.startswith("Tie") and rest else first
 
 
 def created(report: Report) -> str:
@@ -117,23 +153,21 @@ def trains(report: Report) -> bool:
 
 def ranking(report: Report) -> tuple[Table, ...]:
     """One table per comparison group: certified cells only, equal ones on one rank, each against the first row."""
-    return tuple(_ranking_of(group) for group in groups(report))
+    found = []
+    for group in groups(report):
+        table = filled(group.title, group.rows, _ranking_columns(group), about=lambda row: (row.cell,))
+        assert table is not None
+        table, absent = without_empty(table)
+        names = ", ".join(column.name for column in absent if column.priority)
+        notes = (f"Not measured here: {names}.",) if names else ()
+        found.append(replace(table, notes=(*group.notes, *notes)))
+    return tuple(found)
 
 
-def _ranking_of(group: Group) -> Table:
-    filled = [(column, [fill(row) for row in group.rows]) for column, fill in _ranking_columns(group)]
-    shown = [(column, cells) for column, cells in filled if any(c.text != MISSING for c in cells)]
-    absent = [column.name for column, cells in filled if all(c.text == MISSING for c in cells) and column.priority]
-    notes = (f"Not measured here: {', '.join(absent)}.",) if absent else ()
-    rows = tuple(zip(*(cells for _, cells in shown), strict=True))
-    cells = tuple((row.cell,) for row in group.rows)
-    return Table(group.title, tuple(column for column, _ in shown), rows, (*group.notes, *notes), cells)
-
-
-def _ranking_columns(group: Group) -> list[Filled]:
+def _ranking_columns(group: Group) -> list[Filled[Row]]:
     return [
-        (Column("#", numeric=True), lambda row: Cell(MISSING if row.rank is None else str(row.rank))),
-        (Column(group.heading), lambda row: Cell(row.label)),
+        (Column("#", numeric=True), lambda row: MISSING if row.rank is None else str(row.rank)),
+        (Column(group.heading), lambda row: row.label),
         _metric(group, THROUGHPUT, "tokens/s", 0, interval=True),
         (Column("vs best"), lambda row: _versus(row, group)),
         (
@@ -154,7 +188,7 @@ def _known(group: Group, metric: str) -> bool:
     return any((m := row.measurements.get(metric)) and m.value is not None for row in group.rows)
 
 
-def _metric(group: Group, metric: str, heading: str, priority: int, interval: bool = False) -> Filled:
+def _metric(group: Group, metric: str, heading: str, priority: int, interval: bool = False) -> Filled[Row]:
     found = [row.measurements[metric] for row in group.rows if metric in row.measurements]
     unit = found[0].unit if found else ""
     scale = scale_of(unit, metric, [m.value for m in found])
@@ -169,7 +203,7 @@ def _metric(group: Group, metric: str, heading: str, priority: int, interval: bo
     return Column(heading, numeric=True, priority=priority), fill
 
 
-def _wire(group: Group) -> Filled:
+def _wire(group: Group) -> Filled[Row]:
     """Counted bytes with the formula's beside them, on one scale."""
     found = [row.measurements[name] for row in group.rows for name in (WIRE, WIRE_FORMULA) if name in row.measurements]
     scale = scale_of("bytes", WIRE, [m.value for m in found])
@@ -203,57 +237,46 @@ def verdict_cell(c: Comparison) -> Cell:
 
 def failures(report: Report) -> Table | None:
     """Every run outside the ranking, with its reason."""
-    found, cells = unranked(report), {run.run: run.cell for run in report.runs}
-    rows = tuple(
-        (Cell(u.label), Cell(u.status, "", "bad"), Cell(u.reason), Cell(str(len(u.runs)), "", "quiet")) for u in found
+    cells = {run.run: run.cell for run in report.runs}
+    columns: tuple[Filled[Unranked], ...] = (
+        (Column("what"), lambda u: u.label),
+        (Column("status"), lambda u: Cell(u.status, "", "bad")),
+        (Column("reason", prose=True), lambda u: u.reason),
+        (Column("runs", numeric=True), lambda u: Cell(str(len(u.runs)), "", "quiet")),
     )
-    columns = (Column("what"), Column("status"), Column("reason", prose=True), Column("runs", numeric=True))
-    about = tuple((cells[u.runs[0]],) for u in found)
-    return Table("Not ranked", columns, rows, cells=about) if rows else None
+    return filled("Not ranked", unranked(report), columns, about=lambda u: (cells[u.runs[0]],))
 
 
 def winners(report: Report) -> Table | None:
     """One line per recommendation; without a significant difference there is no winner."""
-    rows = tuple(
-        (
-            Cell(r.category),
-            Cell(", ".join(r.choose) if r.over else "no winner", "", "" if r.over else "quiet"),
-            Cell(", ".join(r.over) or MISSING),
-            Cell(_because(r.text)),
-            Cell(r.group),
-        )
-        for r in report.recommendations
+
+    def because(r: Recommendation) -> str:
+        """The first sentence; if several lead, also the next, which says whom they beat."""
+        first, rest = first_sentence(r.text)
+        return f"{first} {first_sentence(rest)[0]}" if first.startswith("Tie") and rest else first
+
+    columns: tuple[Filled[Recommendation], ...] = (
+        (Column("category"), lambda r: r.category),
+        (Column("choose"), lambda r: ", ".join(r.choose) if r.over else Cell("no winner", "", "quiet")),
+        (Column("over"), lambda r: ", ".join(r.over) or MISSING),
+        (Column("because", prose=True), because),
+        (Column("group"), lambda r: r.group),
     )
-    columns = (Column("category"), Column("choose"), Column("over"), Column("because", prose=True), Column("group"))
     notes = dict.fromkeys(caveat for r in report.recommendations for caveat in r.caveats)
-    return Table("Winners by category", columns, rows, tuple(notes)) if rows else None
+    return filled("Winners by category", report.recommendations, columns, notes)
 
 
 def comparisons(report: Report) -> Table | None:
     """All pairs, each with the smallest detectable difference."""
-    rows = tuple(
-        (
-            Cell(c.metric),
-            Cell(f"{c.label} / {c.other_label}"),
-            verdict_cell(c),
-            Cell(f"{c.detectable_ratio * 100:.2g} %"),
-            Cell(c.reason + ("" if c.certified else " (not certified)")),
-        )
-        for c in report.comparisons
+    columns: tuple[Filled[Comparison], ...] = (
+        (Column("metric"), lambda c: c.metric),
+        (Column("pair"), lambda c: f"{c.label} / {c.other_label}"),
+        (Column("ratio"), verdict_cell),
+        (Column("detectable difference", True), lambda c: f"{c.detectable_ratio * 100:.2g} %"),
+        (Column("reason", prose=True), lambda c: c.reason + ("" if c.certified else " (not certified)")),
     )
-    columns = (
-        Column("metric"),
-        Column("pair"),
-        Column("ratio"),
-        Column("detectable difference", True),
-        Column("reason", prose=True),
-    )
-    about = tuple((c.cell, c.other) for c in report.comparisons)
-    return (
-        Table("Comparisons and the smallest detectable difference of each", columns, rows, cells=about)
-        if rows
-        else None
-    )
+    title = "Comparisons and the smallest detectable difference of each"
+    return filled(title, report.comparisons, columns, about=lambda c: (c.cell, c.other))
 
 
 def certification(report: Report) -> Table | None:
@@ -261,26 +284,30 @@ def certification(report: Report) -> Table | None:
     named, by_cell = varying_axes(report), dict[str, list[Certificate]]()
     for c in report.certificates:
         by_cell.setdefault(c.cell, []).append(c)
-    rows = []
-    for cell, found in by_cell.items():
+
+    def badge(found: list[Certificate]) -> Cell:
         passed = sum(c.valid for c in found)
-        badge = Cell(f"{TICK if passed == len(found) else CROSS} {passed} of {len(found)} runs", "")
-        checks = Cell(str(max(len(c.checks) for c in found)))
-        references = ", ".join(dict.fromkeys(c.reference or MISSING for c in found))
-        failed = "; ".join(dict.fromkeys(reason for c in found for reason in c.reasons)) or "all agree"
-        name = Cell(cell_name(report, cell, axes_of(report, cell) or {}, named) or cell)
-        tone = "good" if passed == len(found) else "bad"
-        rows.append((name, badge._replace(tone=tone), checks, Cell(failed), Cell(references, "", "code")))
-    columns = (
-        Column("cell"),
-        Column("equal work"),
-        Column("checks", True),
-        Column("outcome", prose=True),
-        Column("reference"),
+        mark, tone = (TICK, "good") if passed == len(found) else (CROSS, "bad")
+        return Cell(f"{mark} {passed} of {len(found)} runs", "", tone)
+
+    def name(found: list[Certificate]) -> str:
+        cell = found[0].cell
+        return cell_name(report, cell, axes_of(report, cell) or {}, named) or cell
+
+    columns: tuple[Filled[list[Certificate]], ...] = (
+        (Column("cell"), name),
+        (Column("equal work"), badge),
+        (Column("checks", True), lambda found: str(max(len(c.checks) for c in found))),
+        (
+            Column("outcome", prose=True),
+            lambda found: "; ".join(dict.fromkeys(why for c in found for why in c.reasons)) or "all agree",
+        ),
+        (
+            Column("reference"),
+            lambda found: Cell(", ".join(dict.fromkeys(c.reference or MISSING for c in found)), "", "code"),
+        ),
     )
-    return (
-        Table("Certificates by cell", columns, tuple(rows), cells=tuple((cell,) for cell in by_cell)) if rows else None
-    )
+    return filled("Certificates by cell", by_cell.values(), columns, about=lambda found: (found[0].cell,))
 
 
 def certified_sentence(report: Report) -> str:
@@ -300,36 +327,25 @@ def checks(certificate: Certificate) -> Table:
 
 def run_details(report: Report) -> Table | None:
     """Each run that stepped: what warm-up took, how it ended, outliers, and that the loss fell."""
+
+    def warmup_end(r: RunFinding) -> Cell:
+        w = r.warmup
+        return (
+            Cell(f"{'rule' if w.by_rule else 'cap'}: {w.text}", "", "" if w.by_rule else "bad") if w else Cell(MISSING)
+        )
+
+    columns: tuple[Filled[RunFinding], ...] = (
+        (Column("run"), lambda r: Cell(r.run, "", "code")),
+        (Column("took", True), lambda r: format_duration(r.duration_s)),
+        (Column("warm-up steps", True), lambda r: str(r.warmup.excluded_steps) if r.warmup else MISSING),
+        (Column("measured steps", True), lambda r: str(r.warmup.measured_steps) if r.warmup else MISSING),
+        (Column("warm-up ended by", prose=True), warmup_end),
+        (Column("outliers", True), lambda r: str(r.outlier_steps) if r.warmup else MISSING),
+        (Column("first loss", True), lambda r: format_number(r.loss_first, 4)),
+        (Column("last loss", True), lambda r: format_number(r.loss_last, 4)),
+    )
     stepped = [r for r in report.runs if r.warmup or r.loss_first is not None]
-    columns = (
-        Column("run"),
-        Column("took", True),
-        Column("warm-up steps", True),
-        Column("measured steps", True),
-        Column("warm-up ended by", prose=True),
-        Column("outliers", True),
-        Column("first loss", True),
-        Column("last loss", True),
-    )
-    about = tuple((r.cell,) for r in stepped)
-    return (
-        Table("Runs: warm-up, outliers and loss", columns, tuple(map(_run_row, stepped)), cells=about)
-        if stepped
-        else None
-    )
-
-
-def _run_row(r: RunFinding) -> tuple[Cell, ...]:
-    w = r.warmup
-    return (
-        Cell(r.run, "", "code"),
-        Cell(format_duration(r.duration_s)),
-        Cell(str(w.excluded_steps) if w else MISSING),
-        Cell(str(w.measured_steps) if w else MISSING),
-        Cell(f"{'rule' if w.by_rule else 'cap'}: {w.text}", "", "" if w.by_rule else "bad") if w else Cell(MISSING),
-        Cell(str(r.outlier_steps) if w else MISSING),
-        *(Cell(format_number(loss, 4)) for loss in (r.loss_first, r.loss_last)),
-    )
+    return filled("Runs: warm-up, outliers and loss", stepped, columns, about=lambda r: (r.cell,))
 
 
 def health(report: Report) -> tuple[str, ...]:

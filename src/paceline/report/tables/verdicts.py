@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from paceline.analysis.findings import Bottleneck, Recommendation, Report, RuleOfThumb, ShareOfStep
 from paceline.analysis.findings.training import BOTTLENECKS, UNDECIDED
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, direction, verdict_text
 
@@ -15,7 +15,7 @@ FLOOR_NOTE = (
     "Share of step time: lower and upper bound. Compute and memory bandwidth are lower bounds from measured ceilings; "
     "the rest of the kernel time may be either."
 )
-TOLD_APART_NOTE = (
+CLASSIFIED_NOTE = (
     "Share of step time: lower and upper bound. Memory bandwidth is the time of kernels without matrix products. "
     "Products and attention count as compute up to the measured ceiling; the rest may be either."
 )
@@ -28,7 +28,7 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def details(report: Report) -> tuple[Table, ...]:
-    """Too long for a terminal and for a first look: why each verdict, and the runs behind each choice."""
+    """Too long for a terminal: the reason for each verdict, and the runs behind each choice."""
     return tuple(table for table in (reasons(report), citations(report)) if table)
 
 
@@ -46,7 +46,7 @@ def bottlenecks(report: Report) -> Table | None:
         *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(kinds, 1)),
     )
     rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), *_verdict(b, kinds)) for b in found)
-    how = dict.fromkeys(TOLD_APART_NOTE if b.told_apart else FLOOR_NOTE for b in found)
+    how = dict.fromkeys(CLASSIFIED_NOTE if b.told_apart else FLOOR_NOTE for b in found)
     missing = dict.fromkeys(f"Not known: {why}." for b in found for why in b.missing)
     cells = tuple((b.cell,) for b in found)
     return Table("What the step waits for", columns, rows, (*how, *missing), cells) if rows else None
@@ -62,10 +62,11 @@ def _verdict(b: Bottleneck, kinds: Sequence[str]) -> tuple[Cell, ...]:
 
 def reasons(report: Report) -> Table | None:
     named = varying_axes(report)
-    rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
-    columns = (Column("cell", prose=True), Column("because", prose=True))
-    cells = tuple((b.cell,) for b in report.bottlenecks)
-    return Table("Why each step waits", columns, rows, cells=cells) if rows else None
+    columns: tuple[Filled[Bottleneck], ...] = (
+        (Column("cell", prose=True), lambda b: cell_name(report, b.cell, b.axes, named)),
+        (Column("because", prose=True), lambda b: b.text),
+    )
+    return filled("Why each step waits", report.bottlenecks, columns, about=lambda b: (b.cell,))
 
 
 def _share(share: ShareOfStep | None) -> str:
@@ -84,94 +85,79 @@ def _share(share: ShareOfStep | None) -> str:
 
 def citations(report: Report) -> Table | None:
     """Each choice with its comparisons and runs, and what it does not cover."""
-    columns = (
-        Column("category"),
-        Column("choose"),
-        Column("over"),
-        Column("comparisons", prose=True),
-        Column("runs", prose=True),
-        Column("not measured", prose=True),
-    )
-    rows = tuple(map(_citation, report.recommendations))
-    return Table("The runs behind each choice", columns, rows) if rows else None
 
+    def pairs(r: Recommendation) -> str:
+        return "; ".join(
+            f"{c.label} / {c.other_label}: {verdict_text(c.verdict, c.ratio, c.low, c.high, word)[0]}"
+            for c in r.because
+            for word in (direction(c.metric, c.ratio),)
+        )
 
-def _citation(r: Recommendation) -> tuple[Cell, ...]:
-    pairs = "; ".join(
-        f"{c.label} / {c.other_label}: {verdict_text(c.verdict, c.ratio, c.low, c.high, word)[0]}"
-        for c in r.because
-        for word in (direction(c.metric, c.ratio),)
+    def not_measured(r: Recommendation) -> str:
+        ended = [f"{cell.name} ({cell.status}: {cell.reason})" for cell in r.left_out]
+        return "; ".join((*ended, *r.not_measured)) or MISSING
+
+    columns: tuple[Filled[Recommendation], ...] = (
+        (Column("category"), lambda r: r.category),
+        (Column("choose"), lambda r: ", ".join(r.choose) if r.over else "no winner"),
+        (Column("over"), lambda r: ", ".join(r.over) or MISSING),
+        (Column("comparisons", prose=True), pairs),
+        (Column("runs", prose=True), lambda r: ", ".join(r.runs)),
+        (Column("not measured", prose=True), not_measured),
     )
-    ended = [f"{cell.name} ({cell.status}: {cell.reason})" for cell in r.left_out]
-    return (
-        Cell(r.category),
-        Cell(", ".join(r.choose) if r.over else "no winner"),
-        Cell(", ".join(r.over) or MISSING),
-        Cell(pairs),
-        Cell(", ".join(r.runs)),
-        Cell("; ".join((*ended, *r.not_measured)) or MISSING),
-    )
+    return filled("The runs behind each choice", report.recommendations, columns)
 
 
 # --- rules of thumb ---
 
 
 def rules_of_thumb(rules: Sequence[RuleOfThumb]) -> Table | None:
-    """Per model and memory size: from how many GPUs on each strategy fits; sizes on which all fit one are one note."""
-    by_place: dict[tuple[str, str], list[RuleOfThumb]] = {}
+    """Per model and GPU, how many GPUs each strategy needs; GPUs on which every strategy fits one are one note."""
+    by_gpu: dict[tuple[str, str], list[RuleOfThumb]] = {}
     for rule in rules:
-        by_place.setdefault((rule.model, rule.gpu), []).append(rule)
-    scarce = [ours for ours in by_place.values() if any(rule.gpus != 1 for rule in ours)]
-    strategies = list(dict.fromkeys(rule.strategy for rule in rules))
-    columns = (
-        Column("model"),
-        Column("memory, GB", numeric=True),
-        *(Column(f"{name}, GPUs", numeric=True) for name in strategies),
-        Column("GPU", priority=1, prose=True),
+        by_gpu.setdefault((rule.model, rule.gpu), []).append(rule)
+    scarce = [ours for ours in by_gpu.values() if any(rule.gpus != 1 for rule in ours)]
+
+    def count(strategy: str) -> Filled[list[RuleOfThumb]]:
+        def needed(ours: list[RuleOfThumb]) -> Cell:
+            rule = next((rule for rule in reversed(ours) if rule.strategy == strategy), None)
+            if rule is None:
+                return Cell(MISSING)
+            return Cell(f"from {rule.gpus}") if rule.fits else Cell("no", "", "quiet")
+
+        return Column(f"{strategy}, GPUs", numeric=True), needed
+
+    columns: tuple[Filled[list[RuleOfThumb]], ...] = (
+        (Column("model"), lambda ours: ours[0].model),
+        (Column("memory, GB", numeric=True), lambda ours: f"{ours[0].memory_bytes / 1e9:.0f}"),
+        *map(count, dict.fromkeys(rule.strategy for rule in rules)),
+        (Column("GPU", priority=1, prose=True), lambda ours: ours[0].gpu),
     )
-    rows = tuple(_place(ours, strategies) for ours in scarce)
     shown = [f"For example {rule.text}." for ours in scarce for rule in ours if rule.fits][-1:]
-    notes = (THUMB_NOTE, *shown, *_roomy([ours for ours in by_place.values() if ours not in scarce]))
-    return Table("What would fit elsewhere (rule of thumb)", columns, rows, notes) if rows else None
-
-
-def _roomy(places: Sequence[Sequence[RuleOfThumb]]) -> Iterator[str]:
-    for model in dict.fromkeys(ours[0].model for ours in places):
-        least = min(ours[0].memory_bytes for ours in places if ours[0].model == model)
-        yield f"{model}: every strategy fits one GPU of {least / 1e9:g} GB or more."
-
-
-def _place(ours: Sequence[RuleOfThumb], strategies: Sequence[str]) -> tuple[Cell, ...]:
-    first, known = ours[0], {rule.strategy: rule for rule in ours}
-    counts = (_count(known[name]) if name in known else Cell(MISSING) for name in strategies)
-    return Cell(first.model), Cell(f"{first.memory_bytes / 1e9:.0f}"), *counts, Cell(first.gpu)
-
-
-def _count(rule: RuleOfThumb) -> Cell:
-    return Cell(f"from {rule.gpus}") if rule.fits else Cell("no", "", "quiet")
+    roomy: dict[str, float] = {}
+    for first in (ours[0] for ours in by_gpu.values() if ours not in scarce):
+        roomy[first.model] = min(first.memory_bytes, roomy.get(first.model, first.memory_bytes))
+    fits = (f"{model}: every strategy fits one GPU of {least / 1e9:g} GB or more." for model, least in roomy.items())
+    return filled("What would fit elsewhere (rule of thumb)", scarce, columns, (THUMB_NOTE, *shown, *fits))
 
 
 def advice(rules: Sequence[RuleOfThumb]) -> Table:
     """One model on one number of GPUs of one kind, strategy by strategy, in GiB per GPU."""
-    columns = (
-        Column("strategy"),
-        Column("state, GiB", numeric=True),
-        Column("live units, GiB", numeric=True),
-        Column("activations, GiB", numeric=True),
-        Column("sum, GiB", numeric=True),
-        Column("usable, GiB", numeric=True),
-        Column("fits"),
-    )
-    rows = tuple(
-        (
-            Cell(rule.strategy),
-            *(Cell(f"{size / _GIB:.1f}") for size in (rule.state_bytes, rule.live_bytes, rule.activation_bytes)),
-            Cell(f"{rule.needed_bytes / _GIB:.1f}"),
-            Cell(f"{rule.usable_bytes / _GIB:.1f}"),
-            Cell("yes" if rule.fits else "no", "", "good" if rule.fits else "bad"),
-        )
-        for rule in rules
+
+    def gib(count: float) -> str:
+        return f"{count / _GIB:.1f}"
+
+    columns: tuple[Filled[RuleOfThumb], ...] = (
+        (Column("strategy"), lambda rule: rule.strategy),
+        (Column("state, GiB", numeric=True), lambda rule: gib(rule.state_bytes)),
+        (Column("live units, GiB", numeric=True), lambda rule: gib(rule.live_bytes)),
+        (Column("activations, GiB", numeric=True), lambda rule: gib(rule.activation_bytes)),
+        (Column("sum, GiB", numeric=True), lambda rule: gib(rule.needed_bytes)),
+        (Column("usable, GiB", numeric=True), lambda rule: gib(rule.usable_bytes)),
+        (Column("fits"), lambda rule: Cell("yes", "", "good") if rule.fits else Cell("no", "", "bad")),
     )
     first, least = rules[0], min(rules, key=lambda rule: rule.needed_bytes)
-    place = f"{first.gpus} x {first.gpu} ({first.memory_bytes / 1e9:g} GB)"
-    return Table(f"What fits: {first.model} on {place}", columns, rows, (THUMB_NOTE, f"{least.text}."))
+    where = f"{first.gpus} x {first.gpu} ({first.memory_bytes / 1e9:g} GB)"
+    table = filled(f"What fits: {first.model} on {where}", rules, columns, (THUMB_NOTE, f"{least.text}."))
+    assert table is not None
+    return table

@@ -1,13 +1,13 @@
 """The rank of each cell among those that did the same work, or the reason why it has none.
 
-Nothing is concluded here that the comparisons do not say: a cell ranks below another only by a certified verdict.
+Ranks follow from comparisons only: a cell ranks below another only by a certified verdict.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
@@ -68,15 +68,24 @@ class Unranked:
 
 
 def groups(report: Report) -> tuple[Group, ...]:
-    """All comparison groups that hold a ranked cell, the largest first, then by world size."""
+    """All comparison groups with a ranked cell, the largest first, then by world size."""
     by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
     cells, context = ranked_cells(report), _Context.of(report)
     for cell, metrics in cells.items():
-        by_axes.setdefault(_group_key(context.placed(metrics[THROUGHPUT])), []).append(cell)
+        axes = context.placed(metrics[THROUGHPUT])
+        key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name != "strategy"))
+        by_axes.setdefault(key, []).append(cell)
     found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
     for outcome in report.effects:
-        found = _gathered(outcome.names, found)
-    return tuple(sorted(found, key=lambda g: (-len(g.rows), _whole(g.axes.get("world_size")), g.title)))
+        alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in outcome.names]
+        if len(alone) > 1:
+            found = [*(g for g in found if g not in alone), _designed(outcome.names, alone)]
+
+    def order(group: Group) -> tuple[int, int, str]:
+        size = group.axes.get("world_size")
+        return -len(group.rows), size if isinstance(size, int) else 0, group.title
+
+    return tuple(sorted(found, key=order))
 
 
 def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
@@ -125,7 +134,9 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
     for run in report.runs:
         if run.status == "ok" and not run.is_certified:
             continue
-        trouble = _trouble(run, certificates.get(run.run)) or _unmeasured(run, measured)
+        trouble = _trouble(run, certificates.get(run.run))
+        if trouble is None and run.is_certified and not run.is_reference and run.cell not in measured:
+            trouble = "not measured", run.reason or "the run has no step in the measured window"
         if trouble:
             label = ("reference: " if run.is_reference else "") + describe(_placed(run.axes, run.device_name), named)
             merged.setdefault((run.cell, label, *trouble), []).append(run.run)
@@ -144,7 +155,7 @@ def axes_of(report: Report, cell: str) -> Mapping[str, Scalar] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What all groups look up, found once."""
+    """Data that all groups need, computed once."""
 
     named: tuple[str, ...]
     verdicts: Verdicts
@@ -184,15 +195,14 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
         for rank, cell in zip(_ranks(order, context.verdicts), order, strict=True)
     )
     title = ", ".join(axis_text(name, axes) for name in context.named if axes.get(name) is not None)
-    return Group(title, axes, rows, _notes(context, rows), _warnings(context, rows))
+    health = [context.health.get(run, ()) for row in rows for run in row.runs]
+    warnings = tuple(note for note in health[0] if all(note in other for other in health))
+    return Group(title, axes, rows, _notes(context, rows), warnings)
 
 
-def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
+def _designed(names: Mapping[str, str], alone: list[Group]) -> Group:
     """Cells of one design that are alone in their groups, as one group: listed by throughput, never ranked."""
-    alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in names]
-    if len(alone) < 2:
-        return list(found)
-    alone.sort(key=lambda g: -(g.rows[0].measurements[THROUGHPUT].value or 0.0))
+    alone = sorted(alone, key=lambda g: -(g.rows[0].measurements[THROUGHPUT].value or 0.0))
     rows = tuple(dataclasses.replace(g.rows[0], label=names[g.rows[0].cell]) for g in alone)
     axes = {k: v for k, v in alone[0].axes.items() if all(g.axes.get(k) == v for g in alone)}
     words = [g.title.split(", ") for g in alone]
@@ -201,18 +211,14 @@ def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
     for group, row in zip(alone, rows, strict=True):
         for note in group.notes:
             said.setdefault(note, []).append(row.label)
-    notes = [f"{start}{note}" for note, who in said.items() for start in (_true_of(who, [r.label for r in rows]),)]
+    notes = []
+    for note, who in said.items():
+        # The cells a note applies to, by the shorter list; none if it applies to all.
+        rest = [row.label for row in rows if row.label not in who]
+        start = f"all but {'; '.join(rest)}: " if len(rest) < len(who) - 1 else f"{'; '.join(who)}: "
+        notes.append(f"{start if rest else ''}{note}")
     warnings = tuple(w for w in alone[0].warnings if all(w in g.warnings for g in alone))
-    merged = Group(title, axes, rows, (DESIGNED, *notes), warnings, heading="cell of the design")
-    return [g for g in found if g not in alone] + [merged]
-
-
-def _true_of(who: Sequence[str], everyone: Sequence[str]) -> str:
-    """The cells a note applies to, by the shorter list; empty if it applies to all."""
-    rest = [name for name in everyone if name not in who]
-    if not rest:
-        return ""
-    return f"all but {'; '.join(rest)}: " if len(rest) < len(who) - 1 else f"{'; '.join(who)}: "
+    return Group(title, axes, rows, (DESIGNED, *notes), warnings, heading="cell of the design")
 
 
 def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:
@@ -237,11 +243,6 @@ def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:
         ranked += placed
         ranks.append(rank if placed else None)
     return ranks
-
-
-def _warnings(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
-    health = [context.health.get(run, ()) for row in rows for run in row.runs]
-    return tuple(note for note in health[0] if all(note in other for other in health))
 
 
 def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -273,22 +274,8 @@ def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str
         return None
     if certificate is None:
         return "not certified", run.reason or "the run carries no certificate of equal work"
-    return None if certificate.valid else ("invalid", reasons or "the certificate holds no check")
-
-
-def _unmeasured(run: RunFinding, measured: Container[str]) -> tuple[str, str] | None:
-    if run.is_reference or run.cell in measured or not run.is_certified:
-        return None
-    return "not measured", run.reason or "the run has no step in the measured window"
+    return None if certificate.valid else ("invalid", reasons or "the certificate has no check")
 
 
 def _has_value(m: Measurement | None) -> bool:
     return m is not None and m.value is not None and math.isfinite(m.value)
-
-
-def _group_key(axes: Mapping[str, Scalar]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, repr(value)) for name, value in axes.items() if name != "strategy"))
-
-
-def _whole(value: Scalar) -> int:
-    return value if isinstance(value, int) else 0

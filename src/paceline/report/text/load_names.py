@@ -25,7 +25,7 @@ def load_words(rate_per_s: float | None, concurrency: int | None) -> str:
 
 
 def axes_load(axes: Mapping[str, Scalar]) -> str:
-    """The same of the axes of a load."""
+    """As `load_words`, from the axes of a load."""
     rate, concurrency = axes.get("rate_per_s"), axes.get("concurrency")
     return load_words(
         float(rate) if isinstance(rate, int | float) else None, concurrency if isinstance(concurrency, int) else None
@@ -38,7 +38,7 @@ def short_load(rate_per_s: float | None, concurrency: int | None) -> str:
 
 
 def beside(found: ServedShapes) -> Beside:
-    """By scenario the axes other than the load in which its cells of one load differ."""
+    """By scenario, the axes in which cells with the same load differ."""
     cells = {one.cell: one.axes for one in found.loads} | {one.cell: one.axes for one in found.audits}
     by_load: dict[tuple[Scalar, ...], list[Mapping[str, Scalar]]] = {}
     for axes in cells.values():
@@ -54,7 +54,7 @@ def beside(found: ServedShapes) -> Beside:
 def cell_words(axes: Mapping[str, Scalar], named: Beside) -> str:
     """`server, 4/s`; `concurrency, 8 in flight, partition dynamic`."""
     scenario = str(axes.get("scenario"))
-    # A sweep's own rate is only where it began.
+    # The rate of a sweep is only its first one.
     shown = "" if scenario in ("sweep", "search") else axes_load(axes)
     return ", ".join(filter(None, (*_scenario(scenario, shown), *_named(axes, named))))
 
@@ -65,7 +65,7 @@ def marked(words: str, is_believed: bool) -> str:
 
 
 def family_words(load: ServedLoad, named: Beside) -> str:
-    """Without its load: what all points of one curve share."""
+    """The name without the load: what all points of one curve share."""
     return ", ".join(filter(None, (load.scenario, *_named(load.axes, named), _alone(load))))
 
 
