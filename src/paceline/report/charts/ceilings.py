@@ -21,14 +21,22 @@ def products(report: Report) -> Iterator[Chart]:
     found = _swept(report, ("matmul_flops_per_s",))
     about = "Square products of random data; median iteration."
     x = Axis(label="side of the matrices", scale=LOG2)
-    yield from _chart("ceilings_products", "Matrix products", about, found, scale_for(found), x, _dtype, _dtype)
+
+    def dtype(m: Measurement) -> str:
+        return str(m.axes["dtype"])
+
+    yield from _chart("ceilings_products", "Matrix products", about, found, scale_for(found), x, dtype, dtype)
 
 
 def copies(report: Report) -> Iterator[Chart]:
     found = _swept(report, tuple(f"{kernel}_bytes_per_s" for kernel in COPIES))
     about = "Memory copies count every byte twice, read and written."
     x = Axis(label="size", scale=LOG2, ticks="bytes")
-    yield from _chart("ceilings_copies", "Copies", about, found, GIGA, x, _way, lambda m: str(m.axes["kernel"]))
+
+    def way(m: Measurement) -> str:
+        return f"{COPIES[str(m.axes['kernel'])]} {m.axes['variant']}".strip()
+
+    yield from _chart("ceilings_copies", "Copies", about, found, GIGA, x, way, lambda m: str(m.axes["kernel"]))
 
 
 def attention(report: Report) -> Iterator[Chart]:
@@ -36,8 +44,11 @@ def attention(report: Report) -> Iterator[Chart]:
     shape = f"{describe(found[0].axes, ('model',)).partition(', ')[2]}, {found[0].axes['dtype']}; " if found else ""
     about = f"{shape}causal FLOPs; a backward counts as two forwards."
     x = Axis(label="sequence length", scale=LOG2)
-    scale = scale_for(found)
-    yield from _chart("ceilings_attention", "Attention", about, found, scale, x, _backend, _variant)
+
+    def backend(m: Measurement) -> str:
+        return f"{_variant(m)} {str(m.axes['kernel']).removeprefix('attention_')}"
+
+    yield from _chart("ceilings_attention", "Attention", about, found, scale_for(found), x, backend, _variant)
 
 
 def _swept(report: Report, metrics: Sequence[str]) -> list[Measurement]:
@@ -50,20 +61,8 @@ def _swept(report: Report, metrics: Sequence[str]) -> list[Measurement]:
     return [m for m in found if m.cell == found[0].cell and "kernel" in m.axes]
 
 
-def _dtype(m: Measurement) -> str:
-    return str(m.axes["dtype"])
-
-
 def _variant(m: Measurement) -> str:
     return str(m.axes["variant"])
-
-
-def _way(m: Measurement) -> str:
-    return f"{COPIES[str(m.axes['kernel'])]} {m.axes['variant']}".strip()
-
-
-def _backend(m: Measurement) -> str:
-    return f"{_variant(m)} {str(m.axes['kernel']).removeprefix('attention_')}"
 
 
 def _chart(
@@ -84,7 +83,21 @@ def _chart(
         kind=LINES,
         x=x,
         y=Axis(label=scale.unit, unit=scale.unit, scale=LOG if far_apart else LINEAR, zero=not far_apart),
-        points=tuple(_point(m, scale, line(m)) for m in sorted(kept, key=_size)),
+        points=tuple(
+            Point(
+                x=_size(m),
+                y=scale.apply(m.value) or 0.0,
+                low=scale.apply(m.low),
+                high=scale.apply(m.high),
+                series=line(m),
+                label=f"{line(m)}, {m.axes['label']}",
+                text=format_brief(m, scale),
+                detail=in_full(m, scale),
+                cells=(m.cell,),
+                runs=m.runs,
+            )
+            for m in sorted(kept, key=_size)
+        ),
         series=tuple(
             Series(
                 name=line(m),
@@ -99,18 +112,3 @@ def _chart(
 def _size(m: Measurement) -> float:
     size = m.axes["size"]
     return float(size) if isinstance(size, int | float) else 0.0
-
-
-def _point(m: Measurement, scale: Scale, series: str) -> Point:
-    return Point(
-        x=_size(m),
-        y=scale.apply(m.value) or 0.0,
-        low=scale.apply(m.low),
-        high=scale.apply(m.high),
-        series=series,
-        label=f"{series}, {m.axes['label']}",
-        text=format_brief(m, scale),
-        detail=in_full(m, scale),
-        cells=(m.cell,),
-        runs=m.runs,
-    )

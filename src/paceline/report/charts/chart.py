@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
@@ -22,6 +23,7 @@ LINEAR, LOG, LOG2, NINES = "linear", "log", "log2", "nines"
 # The section a chart belongs to.
 EVERYWHERE, SERVED = "charts", "served"
 COLOURS = 8
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,13 @@ def used(series: Iterable[Series], points: Iterable[Point]) -> tuple[Series, ...
     """The series that have points."""
     shown = {point.series for point in points}
     return tuple(one for one in series if one.name in shown)
+
+
+def thinned(values: Sequence[Item], most: int) -> list[Item]:
+    """At most so many values, evenly spaced, including the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def in_full(m: Measurement, scale: Scale | None = None) -> str:

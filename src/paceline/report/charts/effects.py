@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
+from paceline.analysis.findings import Effect, Report
 from paceline.analysis.findings.compare import ALIASED, INTERACTION, NO_EFFECT, OPEN
 from paceline.report.charts.chart import SPANS, Axis, Chart, Point, Rule, Series, used
 from paceline.report.tables.effects import MEMORY, SPEED, change, plan, verdict
@@ -23,7 +23,7 @@ def effects(report: Report) -> Iterator[Chart]:
         yield Chart(
             name="effects" if number == 1 else f"effects_{number}",
             title="What mattered, what did not",
-            subtitle=_words(outcome, len(report.effects) > 1),
+            subtitle=f"{plan(outcome)} {MARKS}" if len(report.effects) > 1 else MARKS,
             kind=SPANS,
             y=Axis(label="change, %", unit="%", zero=False),
             points=tuple(points),
@@ -32,38 +32,24 @@ def effects(report: Report) -> Iterator[Chart]:
         )
 
 
-def _words(outcome: DesignOutcome, several: bool) -> str:
-    """The design if there are several; a single one is named above the chart."""
-    return f"{plan(outcome)} {MARKS}" if several else MARKS
-
-
 def _point(effect: Effect, metric: str) -> Point | None:
     response = effect.response(metric)
     if response is None:
         return None
     number, interval = change(response)
+    is_none, is_open = response.verdict == NO_EFFECT, response.verdict in (OPEN, ALIASED)
     return Point(
         y=_percent(response.ratio),
         low=None if response.low is None else _percent(response.low),
         high=None if response.high is None else _percent(response.high),
         label=f"{effect.name} (interaction)" if effect.kind == INTERACTION else effect.name,
         group=PANELS[metric],
-        series=_series(response),
-        text=f"under {percent_up(response.bound_ratio)} %" if _is_none(response) else f"{number} %",
+        series=NO_EFFECT if is_none else OPEN_WORD if is_open else MATTERS,
+        text=f"under {percent_up(response.bound_ratio)} %" if is_none else f"{number} %",
         detail="\n".join(filter(None, (f"{number} {interval} %", verdict(response, effect.kind), response.text))),
         cells=effect.cells,
         runs=effect.runs,
     )
-
-
-def _is_none(response: Response) -> bool:
-    return response.verdict == NO_EFFECT
-
-
-def _series(response: Response) -> str:
-    if _is_none(response):
-        return NO_EFFECT
-    return OPEN_WORD if response.verdict in (OPEN, ALIASED) else MATTERS
 
 
 def _percent(ratio: float) -> float:

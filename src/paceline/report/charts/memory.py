@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
+from paceline.analysis.findings import MemoryRow, Report
 from paceline.report.charts.chart import LINES, LOG2, RING, STACK, Axis, Chart, Point, Rule, Series, numbered, used
 from paceline.report.tables.memory import labels, scale
 from paceline.results.memory_components import COMPONENTS
@@ -22,8 +23,18 @@ def components(report: Report) -> Iterator[Chart]:
         return
     unit, names = scale(rows), labels(rows)
     rows.sort(key=lambda row: names[row.cell])
-    points = [point for row in rows for point in _stacks(row, names[row.cell], unit)]
-    capacity, near = _capacity(rows)
+    points: list[Point] = []
+    for row in rows:
+        peak = format_parts(row.measured.get("peak"), None, None, unit)[0]
+        points += _stack(row, names[row.cell], row.measured, unit, f"{peak} {unit.unit}", "measured")
+        if row.predicted.get("peak"):
+            # Adding 0.0 makes a positive zero of what rounds to a negative one.
+            error = "" if row.error_ratio is None else f"predicted {round(100 * row.error_ratio, 1) + 0.0:+.1f} %"
+            points += _stack(row, names[row.cell], row.predicted, unit, error, "predicted")
+    # The smallest device, drawn only if it is near enough.
+    capacity = min((row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
+    top = max(max(row.measured.get("peak") or 0, row.predicted.get("peak") or 0) for row in rows)
+    near = capacity is not None and capacity < FAR * top
     text = f"device: {format_number(capacity * unit.factor, 1)} {unit.unit}" if capacity else ""
     words = "Solid: measured on the process with the highest peak; pale: predicted from the model's shape alone."
     yield Chart(
@@ -38,25 +49,8 @@ def components(report: Report) -> Iterator[Chart]:
     )
 
 
-def _capacity(rows: Sequence[MemoryRow]) -> tuple[int | None, bool]:
-    """Of the smallest device, and whether it is near enough to be drawn."""
-    capacity = min((row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
-    top = max(max(row.measured.get("peak") or 0, row.predicted.get("peak") or 0) for row in rows)
-    return capacity, capacity is not None and capacity < FAR * top
-
-
 def _word(component: str) -> str:
     return WORDS.get(component, component)
-
-
-def _stacks(row: MemoryRow, name: str, unit: Scale) -> list[Point]:
-    peak = format_parts(row.measured.get("peak"), None, None, unit)[0]
-    found = _stack(row, name, row.measured, unit, f"{peak} {unit.unit}", "measured")
-    if not row.predicted.get("peak"):
-        return found
-    # Adding 0.0 makes a positive zero of what rounds to a negative one.
-    error = "" if row.error_ratio is None else f"predicted {round(100 * row.error_ratio, 1) + 0.0:+.1f} %"
-    return found + _stack(row, name, row.predicted, unit, error, "predicted")
 
 
 def _stack(
@@ -90,8 +84,25 @@ def frontier(report: Report) -> Iterator[Chart]:
     found = [point for point in report.frontier if point.largest_fitting]
     names = short_names(sorted({point.series for point in found}))
     cells = {run.run: run.cell for run in report.runs}
-    ordered = sorted(found, key=lambda p: (p.series, p.sequence_length))
-    points = [point for p in ordered for point in _marks(p, names[p.series], cells)]
+    points = []
+    for p in sorted(found, key=lambda p: (p.series, p.sequence_length)):
+        runs = tuple(probe.run for probe in p.probes)
+        tried = ", ".join(f"{probe.micro_batch} {probe.status}" for probe in p.probes)
+        settled = "" if p.settled else "\nnot settled: sizes in between were not tried"
+        proved = Point(
+            x=p.sequence_length,
+            y=float(p.largest_fitting or 0),
+            series=names[p.series],
+            label=names[p.series],
+            text=str(p.largest_fitting),
+            detail=f"fits: {p.largest_fitting}, does not: {p.smallest_failing}\nprobes: {tried}{settled}",
+            cells=tuple(dict.fromkeys(cells[run] for run in runs if run in cells)),
+            runs=runs,
+        )
+        points.append(proved)
+        if p.predicted:
+            detail = f"predicted before any probe: {p.predicted}"
+            points.append(replace(proved, y=float(p.predicted), text="", detail=detail, drawn=RING, runs=()))
     yield Chart(
         name="frontier",
         title="Largest micro batch that fits",
@@ -102,32 +113,3 @@ def frontier(report: Report) -> Iterator[Chart]:
         points=tuple(points),
         series=tuple(Series(name=s.name, colour=s.colour) for s in numbered(names.values())),
     )
-
-
-def _marks(p: FrontierPoint, name: str, cells: Mapping[str, str]) -> list[Point]:
-    runs = tuple(probe.run for probe in p.probes)
-    ours = tuple(dict.fromkeys(cells[run] for run in runs if run in cells))
-    tried = ", ".join(f"{probe.micro_batch} {probe.status}" for probe in p.probes)
-    settled = "" if p.settled else "\nnot settled: sizes in between were not tried"
-    proved = Point(
-        x=p.sequence_length,
-        y=float(p.largest_fitting or 0),
-        series=name,
-        label=name,
-        text=str(p.largest_fitting),
-        detail=f"fits: {p.largest_fitting}, does not: {p.smallest_failing}\nprobes: {tried}{settled}",
-        cells=ours,
-        runs=runs,
-    )
-    if not p.predicted:
-        return [proved]
-    ring = Point(
-        x=p.sequence_length,
-        y=float(p.predicted),
-        series=name,
-        label=name,
-        detail=f"predicted before any probe: {p.predicted}",
-        drawn=RING,
-        cells=ours,
-    )
-    return [proved, ring]

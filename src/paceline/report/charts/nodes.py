@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.analysis.findings import NodeMeasure, NodeVerdict, Report
+from paceline.analysis.findings import Report
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.report.charts.chart import BARS, Axis, Chart, Point, Rule, Series
 from paceline.report.tables.nodes import band, furthest, measure_names, shown, verdict_name
@@ -15,12 +15,26 @@ COLOURS = {PASS: 0, SUSPECT: 1, FAIL: 2, UNDECIDED: 7}
 
 def nodes(report: Report) -> Iterator[Chart]:
     """Lanes by measure; temperatures are not ratios and appear only in the table."""
-    points = tuple(
-        _point(node, m)
-        for name in measure_names(report.nodes)
-        for node in report.nodes
-        if (m := furthest(node, name)) is not None and m.unit != "C"
-    )
+    points = []
+    for name, node in ((name, node) for name in measure_names(report.nodes) for node in report.nodes):
+        m = furthest(node, name)
+        if m is None or m.unit == "C":
+            continue
+        value = shown(m, m.relative) or 0.0
+        points.append(
+            Point(
+                y=value,
+                low=shown(m, m.low),
+                high=shown(m, m.high),
+                label=node.node,
+                group=m.measure,
+                series=verdict_name(m.verdict),
+                text=f"{value:.1f}" + ("" if m.verdict == PASS else f" ({verdict_name(m.verdict)})"),
+                detail=f"{node.node}, rank {m.rank}: {m.measure}\n{value:.1f} % of the median; accepted {band(m)}",
+                cells=(node.cell,),
+                runs=(node.run,),
+            )
+        )
     ends = {shown(m, m.accepted[0]) for node in report.nodes for m in node.measures if m.unit not in ("C", "bytes")}
     lowest = min((end for end in ends if end is not None), default=None)
     yield Chart(
@@ -29,24 +43,7 @@ def nodes(report: Report) -> Iterator[Chart]:
         subtitle="For each measure the rank furthest from its peers; whiskers are 95 % intervals over the repeats.",
         kind=BARS,
         y=Axis(label="% of the median", unit="%"),
-        points=points,
+        points=tuple(points),
         series=tuple(Series(name=verdict_name(verdict), colour=i) for verdict, i in COLOURS.items()),
         rules=(Rule(y=lowest, label=f"accepted from {lowest:.4g} %"),) if lowest is not None else (),
-    )
-
-
-def _point(node: NodeVerdict, m: NodeMeasure) -> Point:
-    value = shown(m, m.relative) or 0.0
-    odd = "" if m.verdict == PASS else f" ({verdict_name(m.verdict)})"
-    return Point(
-        y=value,
-        low=shown(m, m.low),
-        high=shown(m, m.high),
-        label=node.node,
-        group=m.measure,
-        series=verdict_name(m.verdict),
-        text=f"{value:.1f}{odd}",
-        detail=f"{node.node}, rank {m.rank}: {m.measure}\n{value:.1f} % of the median; accepted {band(m)}",
-        cells=(node.cell,),
-        runs=(node.run,),
     )

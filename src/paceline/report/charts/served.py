@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from paceline.analysis.findings import ClientAudit, LatencySpread, Report, ServedLoad, ServedShapes
+from paceline.analysis.findings import LatencySpread, Report, ServedLoad
 from paceline.analysis.findings.served import LATENCY, TPOT, TTFT
 from paceline.report.charts.chart import (
     BARS,
@@ -23,12 +22,12 @@ from paceline.report.charts.chart import (
     Rule,
     Series,
     numbered,
+    thinned,
     used,
 )
 from paceline.report.tables.served import MS
 from paceline.report.text.load_names import (
     NOT_BELIEVED,
-    Beside,
     beside,
     cell_words,
     family_words,
@@ -58,36 +57,61 @@ def in_ms(seconds: float | None) -> str:
 def curve(report: Report) -> Iterator[Chart]:
     """A line per scenario through its loads, from the smallest on: where throughput ends and latency begins to grow."""
     found = report.served_shapes
-    loads = (
-        [
-            load
-            for load in found.loads
-            if (load.scenario != "offline" and bool(load.output_tokens_per_s) and bool(load.spreads))
-        ]
-        if found
-        else []
-    )
-    doubted = sum(not load.is_believed for load in loads)
+    every = [load for load in found.loads if load.scenario != "offline"] if found else []
+    loads = [load for load in every if load.output_tokens_per_s and load.spreads]
     if found is None or len(loads) < 2:
         return
     named = beside(found)
-    families = dict.fromkeys(family_words(load, named) for load in loads)
-    points = [
-        point
-        for load in loads
-        for spread in load.spreads
-        for point in _curve_points(load, spread, named, len(families))
-    ]
+    families = list(dict.fromkeys(family_words(load, named) for load in loads))
+
+    def series_name(family: str, percentile: str) -> str:
+        return percentile if len(families) == 1 else f"{family}, {percentile}"
+
+    points = []
+    for load in loads:
+        counts = [f"{load.requests:,} requests"]
+        counts += [f"{load.late:,} late"] if load.late else []
+        counts += [f"{load.failed:,} failed"] if load.failed else []
+        rate = f"{load.output_tokens_per_s:,.4g} tokens/s, {load.requests_per_s:,.4g} requests/s"
+        spreads = [spread for spread in load.spreads if spread.quantity != LATENCY]
+        for spread, name in ((spread, name) for spread in spreads for name in ("p99", "p50")):
+            value, low, high = spread.p99 if name == "p99" else spread.p50
+            if value <= 0:
+                continue  # an answer that arrived in one read has no time per token to draw on a logarithmic axis
+            shown, interval = format_parts(value, low, high, MS)
+            points.append(
+                Point(
+                    x=load.output_tokens_per_s,
+                    y=value * 1e3,
+                    low=MS.apply(low) if low else None,
+                    high=MS.apply(high),
+                    group=WORDS[spread.quantity],
+                    series=series_name(family_words(load, named), name),
+                    label=marked(served_words(load, named), load.is_believed),
+                    text=short_load(load.rate_per_s, load.concurrency) if name == "p99" else "",
+                    detail=f"{name} {shown} {interval} ms\n{rate}\n{', '.join(counts)}",
+                    drawn=JOINED if load.is_believed else RING,
+                    cells=(load.cell,),
+                    runs=load.runs,
+                )
+            )
     series = [
-        Series(name=_series(family, percentile, len(families)), colour=min(i, 7), dashed=percentile == "p50")
+        Series(name=series_name(family, percentile), colour=min(i, 7), dashed=percentile == "p50")
         for i, family in enumerate(families)
         for percentile in ("p99", "p50")
     ]
+    units = {"requests a second" if load.rate_per_s is not None else "requests in flight" for load in loads}
+    doubted = sum(not load.is_believed for load in loads)
+    hollow = f" Hollow: {doubted} {NOT_BELIEVED} load{'' if doubted == 1 else 's'}." if doubted else ""
+    offline = [load.output_tokens_per_s for load in found.loads if load.scenario == "offline" and load.is_believed]
+    most = max((rate for rate in offline if rate is not None), default=None)
+    ceiling = f" Offline: {format_number(most, places(most, None, None))} tokens/s." if most else ""
     yield Chart(
         name="served_curve",
         title="Latency over throughput",
-        subtitle=f"Each point is one load ({_load_units(loads)}): median (dashed) and 99th percentile, from the "
-        f"scheduled send time; whiskers are 95 % intervals. Latency is logarithmic.{_hollow(doubted)}{_ceiling(found)}",
+        subtitle=f"Each point is one load ({' or '.join(sorted(units, reverse=True))}): median (dashed) and 99th "
+        "percentile, from the scheduled send time; whiskers are 95 % intervals. Latency is logarithmic."
+        f"{hollow}{ceiling}",
         kind=LINES,
         x=Axis(label="output, tokens/s", unit="tokens/s", ticks="round"),
         y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
@@ -99,57 +123,8 @@ def curve(report: Report) -> Iterator[Chart]:
     )
 
 
-def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, families: int) -> Iterator[Point]:
-    if spread.quantity == LATENCY:
-        return
-    for name, (value, low, high) in (("p99", spread.p99), ("p50", spread.p50)):
-        if value <= 0:
-            continue  # all of an answer in one read has no time per token that a logarithm could show
-        shown, interval = format_parts(value, low, high, MS)
-        rate = f"{load.output_tokens_per_s:,.4g} tokens/s, {load.requests_per_s:,.4g} requests/s"
-        yield Point(
-            x=load.output_tokens_per_s,
-            y=value * 1e3,
-            low=MS.apply(low) if low else None,
-            high=MS.apply(high),
-            group=WORDS[spread.quantity],
-            series=_series(family_words(load, named), name, families),
-            label=marked(served_words(load, named), load.is_believed),
-            text=short_load(load.rate_per_s, load.concurrency) if name == "p99" else "",
-            detail=f"{name} {shown} {interval} ms\n{rate}\n{_counted(load)}",
-            drawn=JOINED if load.is_believed else RING,
-            cells=(load.cell,),
-            runs=load.runs,
-        )
-
-
-def _hollow(doubted: int) -> str:
-    return f" Hollow: {doubted} {NOT_BELIEVED} load{'' if doubted == 1 else 's'}." if doubted else ""
-
-
-def _load_units(loads: Sequence[ServedLoad]) -> str:
-    units = {"requests a second" if load.rate_per_s is not None else "requests in flight" for load in loads}
-    return " or ".join(sorted(units, reverse=True))
-
-
-def _series(family: str, percentile: str, families: int) -> str:
-    return percentile if families == 1 else f"{family}, {percentile}"
-
-
-def _counted(load: ServedLoad) -> str:
-    bad = [f"{load.late:,} late"] if load.late else []
-    bad += [f"{load.failed:,} failed"] if load.failed else []
-    return ", ".join((f"{load.requests:,} requests", *bad))
-
-
-def _ceiling(found: ServedShapes) -> str:
-    offline = [load.output_tokens_per_s for load in found.loads if load.scenario == "offline" and load.is_believed]
-    most = max((rate for rate in offline if rate is not None), default=None)
-    return f" Offline: {format_number(most, places(most, None, None))} tokens/s." if most else ""
-
-
 def _limits(loads: Sequence[ServedLoad], quantities: Sequence[str]) -> Iterator[Rule]:
-    """Once for each panel and value; with the scenario where these differ."""
+    """One rule for each panel and value, with the scenario if the limits differ."""
     limits = {
         (spread.quantity, spread.limit_s): load.scenario
         for load in loads
@@ -171,7 +146,7 @@ def distributions(report: Report) -> Iterator[Chart]:
     if found is None or not found.loads:
         return
     named = beside(found)
-    loads = _chosen([load for load in found.loads if load.spreads])
+    loads = thinned([load for load in found.loads if load.spreads], MOST_LOADS)
     names = {marked(served_words(load, named), load.is_believed): load for load in loads}
     points = [
         point
@@ -199,13 +174,6 @@ def distributions(report: Report) -> Iterator[Chart]:
         section=SERVED,
         panel_px=300,
     )
-
-
-def _chosen(loads: Sequence[ServedLoad]) -> list[ServedLoad]:
-    """Evenly over their order, the first and the last among them."""
-    if len(loads) <= MOST_LOADS:
-        return list(loads)
-    return [loads[round(i * (len(loads) - 1) / (MOST_LOADS - 1))] for i in range(MOST_LOADS)]
 
 
 def spread_points(
@@ -241,8 +209,41 @@ def client(report: Report) -> Iterator[Chart]:
     found = report.served_shapes
     if found is None:
         return
-    named = beside(found)
-    points = [point for audit in found.audits if (point := _audited(audit, cell_words(audit.axes, named)))]
+    named, points = beside(found), []
+    for audit in found.audits:
+        measures = (
+            ("sending", audit.schedule_lag_s, audit.schedule_bound_s, 1e3, "ms late (p99)"),
+            ("reading", audit.read_lag_s, audit.read_bound_s, 1e3, "ms late (p99)"),
+            ("processor", audit.cpu_ratio, audit.cpu_bound_ratio, 1e2, "% of a core"),
+        )
+        used_percent: dict[str, float] = {}
+        lines = []
+        for what, value, bound, factor, unit in measures:
+            if value is not None:
+                used_percent[what] = 100 * value / bound
+                lines.append(f"{what}: {value * factor:,.3g} {unit}, at most {bound * factor:,.3g}")
+        if not used_percent:
+            continue
+        # Facts without a bound that limit the accuracy of times.
+        if audit.clock_drift_s is not None:
+            lines.append(f"clocks: drifted {audit.clock_drift_s * 1e3:,.3g} ms against each other")
+        if audit.unstamped_ratio is not None:
+            lines.append(f"answers without kernel timestamps: {audit.unstamped_ratio:.1%}")
+        if audit.coalesced_ratio is not None:
+            lines.append(f"events that shared a read: {audit.coalesced_ratio:.1%}")
+        lines.append(f"{audit.processes} process{'' if audit.processes == 1 else 'es'}")
+        worst = max(used_percent, key=lambda what: used_percent[what])
+        points.append(
+            Point(
+                y=used_percent[worst],
+                label=cell_words(audit.axes, named),
+                series=WITHIN if used_percent[worst] <= 100 else BEYOND,
+                text=f"{used_percent[worst]:,.0f} %, {worst}",
+                detail="\n".join(lines),
+                cells=(audit.cell,),
+                runs=audit.runs,
+            )
+        )
     yield Chart(
         name="served_client",
         title="How late the load generator was",
@@ -254,53 +255,4 @@ def client(report: Report) -> Iterator[Chart]:
         series=(Series(name=WITHIN, colour=2), Series(name=BEYOND, colour=1)),
         rules=(Rule(y=100.0, label="bound"),),
         section=SERVED,
-    )
-
-
-class _Used(NamedTuple):
-    """A measure of the client beside its bound, and how both are read."""
-
-    what: str
-    value: float
-    bound: float
-    factor: float
-    unit: str
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.value / self.bound
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.value * self.factor:,.3g} {self.unit}, at most {self.bound * self.factor:,.3g}"
-
-
-def _without_bound(audit: ClientAudit) -> Iterator[str]:
-    """Facts without a bound that limit the accuracy of times."""
-    if audit.clock_drift_s is not None:
-        yield f"clocks: drifted {audit.clock_drift_s * 1e3:,.3g} ms against each other"
-    if audit.unstamped_ratio is not None:
-        yield f"answers without kernel timestamps: {audit.unstamped_ratio:.1%}"
-    if audit.coalesced_ratio is not None:
-        yield f"events that shared a read: {audit.coalesced_ratio:.1%}"
-
-
-def _audited(audit: ClientAudit, name: str) -> Point | None:
-    measures = (
-        ("sending", audit.schedule_lag_s, audit.schedule_bound_s, 1e3, "ms late (p99)"),
-        ("reading", audit.read_lag_s, audit.read_bound_s, 1e3, "ms late (p99)"),
-        ("processor", audit.cpu_ratio, audit.cpu_bound_ratio, 1e2, "% of a core"),
-    )
-    known = [_Used(what, value, bound, by, unit) for what, value, bound, by, unit in measures if value is not None]
-    if not known:
-        return None
-    worst = max(known, key=lambda one: one.percent)
-    processes = f"{audit.processes} process{'' if audit.processes == 1 else 'es'}"
-    return Point(
-        y=worst.percent,
-        label=name,
-        series=WITHIN if worst.percent <= 100 else BEYOND,
-        text=f"{worst.percent:,.0f} %, {worst.what}",
-        detail="\n".join((*map(str, known), *_without_bound(audit), processes)),
-        cells=(audit.cell,),
-        runs=audit.runs,
     )

@@ -1,10 +1,11 @@
-"""Charts of served runs over their time: requests in flight, and what each replica gave."""
+"""Charts of inference runs over time: requests in flight, and the rate and latency of each replica."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from paceline.analysis.findings import ReplicaTrace, Report, ServedTrace
+from paceline.analysis.findings import Report, ServedTrace
 from paceline.report.charts.chart import (
     AREA,
     LINES,
@@ -23,7 +24,7 @@ from paceline.report.charts.chart import (
 from paceline.report.charts.served import in_ms, spread_points
 from paceline.report.text.load_names import beside, cell_words, load_words, marked, replica_words
 
-# Of a run over more replicas those with most answers have their own colour, the others one.
+# The replicas with most answers have their own colours; the others share one.
 MOST_REPLICAS = 6
 MOST_COMPARED = 3
 OTHERS = "other replicas"
@@ -37,22 +38,56 @@ TIME = Axis(label="s since the start", unit="s", ticks="round", shared=False)
 def in_flight(report: Report) -> Iterator[Chart]:
     """A panel per cell: replicas on top of each other, dots where requests ended late or failed."""
     traces = _traces(report)
-    points = [point for name, trace in traces.items() for point in _flight_points(name, trace)]
-    # One launch alone has the whole width: time wants room.
-    least = 380 if len(traces) > 1 else 560
+    several = any(len(trace.replicas) > 1 for trace in traces.values())
+    stacked = "replicas on top of each other, " if several else ""
+    words = f"Sent and not yet answered, {stacked}one launch of each cell."
+    if wrong := [trace for trace in traces.values() if any(trace.late)]:
+        ended = "ended late or failed" if any(trace.limited for trace in wrong) else "failed"
+        words += f" Dots: times at which requests {ended}."
+    rules: list[Rule] = []
+    for group, trace in traces.items():
+        rules += _deaths(group, trace)
+        if len(trace.stages) > 1:
+            names = _names(trace)
+            for start, rate, concurrency, replica in trace.stages:
+                label = load_words(rate, concurrency) if replica is None else names.get(replica, f"replica {replica}")
+                rules.append(Rule(y=start, label=label, group=group, upright=True))
+    points = [point for group, trace in traces.items() for point in _flight_points(group, trace)]
     yield Chart(
         name="served_in_flight",
         title="Requests in flight",
-        subtitle=_flight_words(traces.values()),
+        subtitle=words,
         kind=LINES,
         x=TIME,
         y=Axis(label="in flight", shared=False),
         points=tuple(points),
         series=used(_series(traces.values()), points),
-        rules=tuple(rule for name, trace in traces.items() for rule in (*_deaths(name, trace), *_stages(name, trace))),
+        rules=tuple(rules),
         section=SERVED,
-        panel_px=least,
+        # A single launch gets the whole width.
+        panel_px=380 if len(traces) > 1 else 560,
     )
+
+
+def _flight_points(group: str, trace: ServedTrace) -> Iterator[Point]:
+    names = _names(trace)
+    stacked: dict[str, list[float]] = {}
+    for replica in trace.replicas:
+        below = stacked.setdefault(names[replica.replica], [0.0] * len(trace.seconds))
+        stacked[names[replica.replica]] = [a + b for a, b in zip(below, replica.in_flight, strict=True)]
+    base = Point(y=0.0, group=group, cells=(trace.cell,), runs=(trace.run,))
+    floor = [0.0] * len(trace.seconds)
+    for name, counts in stacked.items():
+        heights = [a + b for a, b in zip(floor, counts, strict=True)]
+        for at, count, low, high in zip(trace.seconds, counts, floor, heights, strict=True):
+            detail = f"{name}: {count:,.1f} in flight at {at:,.4g} s"
+            yield replace(base, x=at, y=high, low=low, high=high, series=name, detail=detail, drawn=AREA)
+        floor = heights
+    word = LATE if trace.limited else FAILED
+    for at, late, height in zip(trace.seconds, trace.late, floor, strict=True):
+        if late:
+            detail = f"{late:,} request{'' if late == 1 else 's'} {word} at {at:,.4g} s"
+            yield replace(base, x=at, y=height, series=word, label=word, detail=detail, drawn=LONE)
 
 
 def _traces(report: Report) -> dict[str, ServedTrace]:
@@ -64,21 +99,8 @@ def _traces(report: Report) -> dict[str, ServedTrace]:
     return {marked(cell_words(trace.axes, named), trace.is_believed): trace for trace in found.traces}
 
 
-def _flight_words(traces: Collection[ServedTrace]) -> str:
-    """Only of what there is to see."""
-    several = any(len(trace.replicas) > 1 for trace in traces)
-    words = [
-        "Sent and not yet answered",
-        *(["replicas on top of each other"] if several else []),
-        "one launch of each cell",
-    ]
-    wrong = {LATE if trace.limited else FAILED for trace in traces if any(trace.late)}
-    ended = "ended late or failed" if LATE in wrong else "failed"
-    return f"{', '.join(words)}." + (f" Dots: times at which requests {ended}." if wrong else "")
-
-
 def _names(trace: ServedTrace) -> dict[int, str]:
-    """By replica; beyond those with most answers all share a name."""
+    """Names by replica; all but those with most answers share a name."""
     kept = {r.replica for r in sorted(trace.replicas, key=lambda r: -r.answered)[:MOST_REPLICAS]}
     return {r.replica: replica_words(r, trace) if r.replica in kept else OTHERS for r in trace.replicas}
 
@@ -88,58 +110,6 @@ def _series(traces: Collection[ServedTrace]) -> list[Series]:
     names = dict.fromkeys(name for trace in traces for name in _names(trace).values())
     coloured = [Series(name=name, colour=_REPLICAS[min(i, len(_REPLICAS) - 1)]) for i, name in enumerate(names)]
     return [*coloured, Series(name=LATE, colour=_WRONG), Series(name=FAILED, colour=_WRONG)]
-
-
-def _flight_points(group: str, trace: ServedTrace) -> Iterator[Point]:
-    names = _names(trace)
-    stacked: dict[str, list[float]] = {}
-    for replica in trace.replicas:
-        held = stacked.setdefault(names[replica.replica], [0.0] * len(trace.seconds))
-        stacked[names[replica.replica]] = [a + b for a, b in zip(held, replica.in_flight, strict=True)]
-    floor = [0.0] * len(trace.seconds)
-    for name, held in stacked.items():
-        for i, (at, count) in enumerate(zip(trace.seconds, held, strict=True)):
-            yield Point(
-                x=at,
-                y=floor[i] + count,
-                low=floor[i],
-                high=floor[i] + count,
-                group=group,
-                series=name,
-                detail=f"{name}: {count:,.1f} in flight at {at:,.4g} s",
-                drawn=AREA,
-                cells=(trace.cell,),
-                runs=(trace.run,),
-            )
-        floor = [a + b for a, b in zip(floor, held, strict=True)]
-    yield from _late_points(group, trace, floor)
-
-
-def _late_points(group: str, trace: ServedTrace, heights: Sequence[float]) -> Iterator[Point]:
-    word = LATE if trace.limited else FAILED
-    for at, count, height in zip(trace.seconds, trace.late, heights, strict=True):
-        if count:
-            many = f"{count:,} request{'' if count == 1 else 's'} {word}"
-            yield Point(
-                x=at,
-                y=height,
-                group=group,
-                series=word,
-                label=word,
-                detail=f"{many} at {at:,.4g} s",
-                drawn=LONE,
-                cells=(trace.cell,),
-                runs=(trace.run,),
-            )
-
-
-def _stages(group: str, trace: ServedTrace) -> Iterator[Rule]:
-    """Where a load began, of runs that went through several."""
-    if len(trace.stages) > 1:
-        names = _names(trace)
-        for start, rate, concurrency, replica in trace.stages:
-            label = load_words(rate, concurrency) if replica is None else names.get(replica, f"replica {replica}")
-            yield Rule(y=start, label=label, group=group, upright=True)
 
 
 def _deaths(group: str, trace: ServedTrace) -> Iterator[Rule]:
@@ -164,9 +134,22 @@ def _compared(report: Report) -> dict[str, ServedTrace]:
 
 def replicas(report: Report) -> Iterator[Chart]:
     """Two panels per cell: tokens a second and the median TTFT of each replica over the run."""
-    traces = _compared(report)
-    points = [point for name, trace in traces.items() for point in _pace_points(name, trace)]
-    groups = [(f"{name}: {what}", trace) for name, trace in traces.items() for what in (RATE, FIRST)]
+    points: list[Point] = []
+    rules: list[Rule] = []
+    for name, trace in _compared(report).items():
+        names, base = _names(trace), Point(y=0.0, drawn=TRAIL, cells=(trace.cell,), runs=(trace.run,))
+        for what in (RATE, FIRST):
+            rules += _deaths(f"{name}: {what}", trace)
+            for replica in trace.replicas:
+                series = names[replica.replica]
+                values = replica.tokens_per_s if what == RATE else replica.ttft_s
+                # The line of a replica that died ends: it has no rate of 0.
+                end = trace.wall_s if replica.died_s is None else replica.died_s
+                for at, value in zip(trace.pace_seconds, values, strict=True):
+                    if series != OTHERS and value is not None and at <= end:
+                        text = f"{value:,.4g} tokens/s" if what == RATE else f"{in_ms(value)} ms"
+                        y, detail = value if what == RATE else value * 1e3, f"{series}: {text} at {at:,.4g} s"
+                        points.append(replace(base, x=at, y=y, group=f"{name}: {what}", series=series, detail=detail))
     yield Chart(
         name="served_replicas",
         title="Replicas over the run",
@@ -176,41 +159,14 @@ def replicas(report: Report) -> Iterator[Chart]:
         y=Axis(label="", shared=False),
         points=tuple(points),
         series=used(_series(_traces(report).values()), points),
-        rules=tuple(rule for name, trace in groups for rule in _deaths(name, trace)),
+        rules=tuple(rules),
         section=SERVED,
         panel_px=380,
     )
 
 
-def _pace_points(name: str, trace: ServedTrace) -> Iterator[Point]:
-    names = _names(trace)
-    own = [replica for replica in trace.replicas if names[replica.replica] != OTHERS]
-    for what in (RATE, FIRST):
-        for replica in own:
-            for at, value, text in _pace(replica, trace, what):
-                yield Point(
-                    x=at,
-                    y=value,
-                    group=f"{name}: {what}",
-                    series=names[replica.replica],
-                    detail=f"{names[replica.replica]}: {text} at {at:,.4g} s",
-                    drawn=TRAIL,
-                    cells=(trace.cell,),
-                    runs=(trace.run,),
-                )
-
-
-def _pace(replica: ReplicaTrace, trace: ServedTrace, what: str) -> Iterator[tuple[float, float, str]]:
-    """A replica that is gone has no rate of 0: its line ends."""
-    end = trace.wall_s if replica.died_s is None else replica.died_s
-    values = replica.tokens_per_s if what == RATE else replica.ttft_s
-    for at, value in zip(trace.pace_seconds, values, strict=True):
-        if value is not None and at <= end:
-            yield (at, value, f"{value:,.4g} tokens/s") if what == RATE else (at, value * 1e3, f"{in_ms(value)} ms")
-
-
 def replica_ttft(report: Report) -> Iterator[Chart]:
-    """A panel per cell, a curve per replica: whether one of them makes the slow end of the whole."""
+    """A panel per cell, a curve per replica: whether one replica causes the slowest requests."""
     traces = _compared(report)
     points = [
         point
