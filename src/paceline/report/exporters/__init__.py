@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Exporter(Protocol):
-    """One that needs a package or a folder of its own also has `check(directory)`, which raises RequestError before
-    anything is written by any exporter."""
+    """An exporter that needs a package or a folder of its own also has `check(directory)`, which raises a RequestError
+    before any exporter writes anything."""
 
     def export(self, report: Report, directory: Path) -> list[Path]: ...

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import RequestError
+from paceline.host.processes import is_running
 
 OWNER = ".written-by-paceline"
 
@@ -25,7 +26,11 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A fresh folder to fill, which replaces `folder` at the end; after an error the old one is kept."""
     check_owned(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
+    # Remove what killed exports left behind.
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        owner = re.fullmatch(r"(\d+)\.(tmp|old)", left.name.removeprefix(f".{folder.name}."))
+        if owner and not is_running(int(owner[1])):
+            shutil.rmtree(left, ignore_errors=True)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     fresh.mkdir()
@@ -38,13 +43,3 @@ def replacing(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what exports that were killed left behind, known by the number of a process that is gone."""
-    import psutil
-
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        found = re.fullmatch(r"(\d+)\.(tmp|old)", left.name.removeprefix(f".{folder.name}."))
-        if found and not psutil.pid_exists(int(found[1])):
-            shutil.rmtree(left, ignore_errors=True)

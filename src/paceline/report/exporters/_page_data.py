@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.analysis.findings import Report, RunFinding
+from paceline.analysis.findings import Report
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.errors import Scalar
 from paceline.report.charts import Chart, Point
@@ -19,10 +19,50 @@ def text(report: Report, charts: Sequence[Chart]) -> str:
     """JSON without `<`, so that it cannot end its element."""
     words = Words()
     numbers = {run.run: i for i, run in enumerate(report.runs)}
-    value = {"charts": [_chart(chart, words, numbers) for chart in charts], "runs": list(numbers), **_filters(report)}
-    value["words"] = list(words.numbers)
-    found = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return found.replace("<", "\\u003c")
+    drawn = [
+        _fields(chart)
+        | {
+            "points": [_point(point, words, numbers) for point in chart.points],
+            "series": list(map(_fields, chart.series)),
+        }
+        for chart in charts
+    ]
+    # Only axes that vary; of those that divide the cells alike only the first.
+    cells = {run.cell: run for run in report.runs if not run.is_reference}
+    axes, seen = [], set[tuple[int, ...]]()
+    for name in dict.fromkeys(name for run in cells.values() for name in run.axes):
+        # Numbers by size, then texts, missing values last.
+        values = sorted({run.axes.get(name) for run in cells.values()}, key=_order)
+        indexes = tuple(values.index(run.axes.get(name)) for run in cells.values())
+        if len(values) > 1 and indexes not in seen:
+            seen.add(indexes)
+            axes.append((name, values, indexes))
+    device = next((run.axes.get("device") for run in cells.values()), None)
+    value = {
+        "charts": drawn,
+        "runs": list(numbers),
+        "axes": [
+            {"name": name.replace("_", " "), "values": [_value_text(name, value, device) for value in values]}
+            for name, values, _ in axes
+        ],
+        "cells": {cell: [indexes[i] for _, _, indexes in axes] for i, cell in enumerate(cells)},
+        "words": list(words.numbers),
+    }
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _order(value: Scalar) -> tuple[int, float, str]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, value, ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+
+def _value_text(name: str, value: Scalar, device: Scalar) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return axis_text(name, {name: value, "device": device}) if name == "world_size" else str(value)
 
 
 class Words:
@@ -33,11 +73,6 @@ class Words:
 
     def number(self, text: str) -> int:
         return self.numbers.setdefault(text, len(self.numbers))
-
-
-def _chart(chart: Chart, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
-    points = [_point(point, words, numbers) for point in chart.points]
-    return _fields(chart) | {"points": points, "series": list(map(_fields, chart.series))}
 
 
 def _point(point: Point, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
@@ -64,41 +99,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
-def _filters(report: Report) -> dict[str, Any]:
-    """Only axes that vary, and of those that divide the cells alike only the first."""
-    cells = {run.cell: run for run in report.runs if not run.is_reference}
-    names = dict.fromkeys(name for run in cells.values() for name in run.axes)
-    axes, seen = [], set[tuple[int, ...]]()
-    for name in names:
-        values = _ordered(run.axes.get(name) for run in cells.values())
-        places = tuple(values.index(run.axes.get(name)) for run in cells.values())
-        if len(values) > 1 and places not in seen:
-            seen.add(places)
-            axes.append((name, values, places))
-    return {
-        "axes": [{"name": name.replace("_", " "), "values": _words(name, values, cells)} for name, values, _ in axes],
-        "cells": {cell: [places[i] for _, _, places in axes] for i, cell in enumerate(cells)},
-    }
-
-
-def _ordered(values: Iterable[Scalar]) -> list[Scalar]:
-    """Numbers by size, then texts, missing values last."""
-    found = set(values)
-    number = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
-    words = [v for v in found if isinstance(v, str | bool)]
-    return [*sorted(number), *sorted(words, key=str), *([None] if None in found else [])]
-
-
-def _words(name: str, values: Sequence[Scalar], cells: Mapping[str, RunFinding]) -> list[str]:
-    device = next(iter(cells.values())).axes.get("device")
-    return [_word(name, value, device) for value in values]
-
-
-def _word(name: str, value: Scalar, device: Scalar) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return axis_text(name, {name: value, "device": device}) if name == "world_size" else str(value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from html import escape
 from urllib.parse import quote
 
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Table
 
 OPEN_NOTES = 2
 # Words no longer than this stay on one line.
@@ -23,15 +23,6 @@ def bullets(lines: Iterable[str]) -> str:
     return f'<ul class="notes">{items}</ul>' if items else ""
 
 
-def _notes(lines: Sequence[str]) -> str:
-    """The first ones open; a long rest would bury the next table."""
-    if len(lines) <= OPEN_NOTES + 1:
-        return bullets(lines)
-    rest = len(lines) - OPEN_NOTES
-    more = f'<details class="more"><summary>{rest} more notes</summary>{bullets(lines[OPEN_NOTES:])}</details>'
-    return bullets(lines[:OPEN_NOTES]) + more
-
-
 def folded(summary: str, content: Table | str | None, linked: Container[str] = ()) -> str:
     """Evidence on demand; nothing if there is none. A text is HTML already."""
     inner = render(content, linked) if isinstance(content, Table) else content
@@ -45,43 +36,35 @@ def block(title: str, table: Table, linked: Container[str]) -> str:
 
 def render(table: Table, linked: Container[str] = ()) -> str:
     """The first text of a row about one cell links to that cell."""
-    kinds = [_kind(column, [row[i] for row in table.rows]) for i, column in enumerate(table.columns)]
-    head = "".join(f"<th{kind}>{_heading(column)}</th>" for kind, column in zip(kinds, table.columns, strict=True))
-    cells: Sequence[tuple[str, ...]] = table.cells or [()] * len(table.rows)
-    rows = "".join(_row(table, kinds, row, about, linked) for row, about in zip(table.rows, cells, strict=True))
-    body = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return body + _notes(table.notes)
-
-
-def _row(
-    table: Table, kinds: Sequence[str], row: Sequence[Cell], cells: tuple[str, ...], linked: Container[str]
-) -> str:
-    target = cells[0] if len(cells) == 1 and cells[0] in linked else None
+    kinds = []
+    for i, column in enumerate(table.columns):
+        # Columns of short words are not broken, however narrow the screen.
+        short = all(len(row[i].text) <= SHORT_WORDS for row in table.rows)
+        kind = "n" if column.numeric else "prose" if column.prose else "w" if short else ""
+        kinds.append(f' class="{kind}"' if kind else "")
+    units = [f"<small>{escape(column.unit)}</small>" if column.unit else "" for column in table.columns]
+    names = [escape(column.name) for column in table.columns]
+    head = "".join(f"<th{kind}>{name}{unit}</th>" for kind, name, unit in zip(kinds, names, units, strict=True))
     words = next((i for i, column in enumerate(table.columns) if not column.numeric), None)
-    shown = "".join(
-        f"<td{kind}>{_cell(cell, target if i == words else None)}</td>"
-        for i, (kind, cell) in enumerate(zip(kinds, row, strict=True))
-    )
-    return f"<tr{about(cells)}>{shown}</tr>"
+    rows = []
+    for row, cells in zip(table.rows, table.cells or [()] * len(table.rows), strict=True):
+        target = cells[0] if len(cells) == 1 and cells[0] in linked else None
+        shown = (_cell(cell, target if i == words else None) for i, cell in enumerate(row))
+        filled = "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, shown, strict=True))
+        rows.append(f"<tr{about(cells)}>{filled}</tr>")
+    body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    # The first notes are open; a long rest would bury the next table.
+    count = len(table.notes) if len(table.notes) <= OPEN_NOTES + 1 else OPEN_NOTES
+    notes, rest = bullets(table.notes[:count]), table.notes[count:]
+    if rest:
+        notes += f'<details class="more"><summary>{len(rest)} more notes</summary>{bullets(rest)}</details>'
+    return f'<div class="scroll">{body}</div>{notes}'
 
 
 def about(cells: Iterable[str]) -> str:
     """The attribute that the filter of the page uses to find rows about these cells."""
     names = " ".join(dict.fromkeys(cells))
     return f' data-cells="{escape(names)}"' if names else ""
-
-
-def _heading(column: Column) -> str:
-    return escape(column.name) + (f"<small>{escape(column.unit)}</small>" if column.unit else "")
-
-
-def _kind(column: Column, cells: Sequence[Cell]) -> str:
-    """Numbers, sentences, or words: those of a column of short ones are not broken, however narrow the screen."""
-    if column.numeric:
-        return ' class="n"'
-    if column.prose:
-        return ' class="prose"'
-    return ' class="w"' if all(len(cell.text) <= SHORT_WORDS for cell in cells) else ""
 
 
 def _cell(cell: Cell, target: str | None) -> str:

@@ -1,6 +1,6 @@
 """The JSON Schema of report.json, from the findings' own types: the two cannot differ.
 
-docs/report.schema.json holds it for those who read reports without Paceline.
+docs/report.schema.json is a copy for readers without Paceline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.analysis.findings import SCHEMA, Certificate, Measurement, Report
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]
-# What is written as null when it is not finite may be null wherever a float stands.
+# Floats that are not finite are written as null.
 _PLAIN: dict[object, Schema] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -27,7 +27,7 @@ _PLAIN: dict[object, Schema] = {
 
 
 def schema() -> Schema:
-    """Of a whole report, of this version's and of every earlier one with the same `schema` number.
+    """The schema of a report of this version, and of every earlier one with the same `schema` number.
 
     Later versions add fields without a new number, so unknown ones are allowed; a field that came later has a default
     in its type, so it is not required. A field that is removed or means something else makes a new number.
@@ -44,7 +44,7 @@ def _record(kind: type, named: dict[str, Schema]) -> Schema:
     hints = get_type_hints(kind)
     exported = [f for f in dataclasses.fields(kind) if f.metadata.get("exported", True)]
     properties = {f.name: _of(hints[f.name], named) for f in exported}
-    if kind is Measurement:  # its axes stand beside its numbers
+    if kind is Measurement:  # its axes are fields beside its numbers
         properties.pop("axes")
     if kind is Certificate:
         properties |= {"valid": {"type": "boolean"}, "reasons": {"type": "array", "items": {"type": "string"}}}
@@ -65,30 +65,22 @@ def _of(kind: Any, named: dict[str, Schema]) -> Schema:
         return dict(_PLAIN[kind])
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if kind.__name__ not in named:
-            named[kind.__name__] = {}  # a place, so that a type that holds itself ends
+            named[kind.__name__] = {}  # a placeholder that ends the recursion of self-referencing types
             named[kind.__name__] = _record(kind, named)
         return {"$ref": f"#/$defs/{kind.__name__}"}
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _either([_of(part, named) for part in inner])
+        parts = [_of(part, named) for part in inner]
+        if any(set(part) != {"type"} for part in parts):
+            return {"anyOf": parts}
+        words = [part["type"] if isinstance(part["type"], list) else [part["type"]] for part in parts]
+        return {"type": list(dict.fromkeys(word for several in words for word in several))}
     if origin in (tuple, list, frozenset, set):
-        return _array(inner, named)
+        if len(inner) == 2 and inner[1] is not Ellipsis:
+            return {"type": "array", "prefixItems": [_of(part, named) for part in inner], "items": False}
+        return {"type": "array", "items": _of(inner[0], named)}
     if origin in (Mapping, dict):
         return {"type": "object", "additionalProperties": _of(inner[1], named)}
     if origin is typing.Literal:
         return {"enum": list(inner)}
     raise AssertionError(f"no JSON Schema for {kind!r}")
-
-
-def _either(parts: list[Schema]) -> Schema:
-    """One list of types where that says it all."""
-    if all(set(part) == {"type"} for part in parts):
-        words = [part["type"] if isinstance(part["type"], list) else [part["type"]] for part in parts]
-        return {"type": list(dict.fromkeys(word for several in words for word in several))}
-    return {"anyOf": parts}
-
-
-def _array(inner: tuple[Any, ...], named: dict[str, Schema]) -> Schema:
-    if len(inner) == 2 and inner[1] is not Ellipsis:
-        return {"type": "array", "prefixItems": [_of(part, named) for part in inner], "items": False}
-    return {"type": "array", "items": _of(inner[0], named)}

@@ -10,7 +10,7 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.analysis.findings import CollectiveRow, Measurement, Report, Response
@@ -22,7 +22,7 @@ OWN = (
     *("metric", "unit", "value", "low", "high", "n", "launches", "better", "certified", "cell", "runs", "note"),
     "believed",
 )
-# As a run's spec names them. Those of other workloads follow by name, whatever order they were met in.
+# As the spec of a run names them. Those of other workloads follow by name.
 AXES = (
     *("workload", "strategy", "model", "launcher", "device", "nodes", "world_size", "precision", "reduce_dtype"),
     *("sequence_length", "micro_batch", "accumulation", "global_batch", "checkpointing", "compile", "bucket_mb"),
@@ -33,7 +33,7 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def export(report: Report, directory: Path) -> list[Path]:
-    """cells.csv only if something was trained, collectives.csv where there is a sweep, effects.csv with a design."""
+    """cells.csv only if something was trained, collectives.csv with a sweep, effects.csv with a design."""
     files = {"metrics.csv": text(report)}
     if any(m.metric == THROUGHPUT for m in report.measurements):
         files["cells.csv"] = cells_text(report)
@@ -50,10 +50,12 @@ def text(report: Report) -> str:
     found = [*((m, True) for m in report.measurements), *((m, False) for m in report.doubted)]
     axes = _ordered({name for m, _ in found for name in m.axes} - set(OWN))
     trusted = trusted_runs(report)
-    rows = (
-        [*(m.axes.get(name) for name in axes), *(_own(m, name, trusted, is_believed) for name in OWN)]
-        for m, is_believed in found
-    )
+    rows = []
+    for m, is_believed in found:
+        own: dict[str, Scalar] = {name: getattr(m, name) for name in OWN if name in Measurement.__dataclass_fields__}
+        own |= {"runs": " ".join(m.runs), "certified": _is_certified(m, trusted)}
+        own["believed"] = is_believed if "scenario" in m.axes else None
+        rows.append([*(m.axes.get(name) for name in axes), *(own[name] for name in OWN)])
     return _table([*axes, *OWN], rows)
 
 
@@ -64,39 +66,29 @@ def cells_text(report: Report) -> str:
     columns: dict[str, str] = {}
     for m in report.measurements:
         if m.cell in own_axes:
-            name = m.metric + _variant(m, own_axes[m.cell])
+            # Other axes distinguish measurements of one metric and cell: ` (weak)`, ` (aws-h200, spot)`.
+            own = own_axes[m.cell]
+            more = ", ".join(str(v) for name, v in m.axes.items() if name not in own and v is not None)
+            name = f"{m.metric} ({more})" if more else m.metric
             found[m.cell][name] = m
             columns.setdefault(name, m.unit)
     axes = _ordered({name for known in own_axes.values() for name in known} - {"cell", "certified"})
     trusted = trusted_runs(report)
     heading = [f"{name}{bound} [{unit}]" for name, unit in columns.items() for bound in ("", "_low", "_high")]
-    rows = (_cell_row(cell, own_axes[cell], axes, found[cell], columns, trusted) for cell in found)
+    rows = []
+    for cell, by_name in found.items():
+        numbers: list[Scalar] = []
+        for name in columns:
+            known = by_name.get(name)
+            numbers += [known.value, known.low, known.high] if known else [None, None, None]
+        rows.append(
+            [*(own_axes[cell].get(name) for name in axes), cell, _is_certified(by_name[THROUGHPUT], trusted), *numbers]
+        )
     return _table([*axes, "cell", "certified", *heading], rows)
 
 
-def _variant(m: Measurement, own: Mapping[str, Scalar]) -> str:
-    """Distinguishes measurements of one metric and cell: ` (weak)`, ` (aws-h200, spot)`."""
-    more = [str(value) for name, value in m.axes.items() if name not in own and value is not None]
-    return f" ({', '.join(more)})" if more else ""
-
-
-def _cell_row(
-    cell: str,
-    own: Mapping[str, Scalar],
-    axes: Sequence[str],
-    found: Mapping[str, Measurement],
-    columns: Iterable[str],
-    trusted: frozenset[str],
-) -> list[Scalar]:
-    numbers: list[Scalar] = []
-    for name in columns:
-        m = found.get(name)
-        numbers += [m.value, m.low, m.high] if m else [None, None, None]
-    return [*(own.get(name) for name in axes), cell, _is_certified(found[THROUGHPUT], trusted), *numbers]
-
-
 def rows_text(report: Report) -> str:
-    """As the findings have them: a column per field, the axes of the run first."""
+    """Every row of a sweep: the axes of the run first, then a column per field."""
     fields = [f.name for f in dataclasses.fields(CollectiveRow) if f.name != "axes"]
     axes = _ordered({name for row in report.collectives for name in row.axes} - set(fields))
     rows = (
@@ -106,7 +98,7 @@ def rows_text(report: Report) -> str:
 
 
 def effects_text(report: Report) -> str:
-    """In the order of their rank; several aliases, cells or runs are parted by semicolons or spaces."""
+    """Effects by rank; several aliases are separated by semicolons, cells and runs by spaces."""
     own = [f.name for f in dataclasses.fields(Response)]
     rows = (
         [
@@ -132,15 +124,6 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[Scalar]]) -> str:
     writer.writerow(map(_text, heading))
     writer.writerows(map(_text, row) for row in rows)
     return lines.getvalue()
-
-
-def _own(m: Measurement, name: str, trusted: frozenset[str], is_believed: bool) -> Scalar:
-    if name == "certified":
-        return _is_certified(m, trusted)
-    if name == "believed":
-        return is_believed if "scenario" in m.axes else None
-    value: Scalar = " ".join(m.runs) if name == "runs" else getattr(m, name)
-    return value
 
 
 def _is_certified(m: Measurement, trusted: frozenset[str]) -> bool:

@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from html import escape
 from importlib import resources
@@ -21,7 +21,6 @@ from paceline.report.exporters import _page_cells, _page_data
 from paceline.report.exporters._page_tables import block, bullets, folded, paragraph, render
 from paceline.report.sections import Section, sections
 from paceline.report.tables import table as tables
-from paceline.report.tables.table import Table
 
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
 # Rows of a folded table; report.json has all.
@@ -63,8 +62,11 @@ def text(report: Report) -> str:
     """The whole page. Only its own scripts may run, identified by their hashes; nothing may be loaded."""
     found = charts(report)
     sources = [asset(name) for name in SCRIPTS]
+    hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
     return PAGE.substitute(
-        policy=_policy(sources),
+        policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'",
         title=escape(f"{report.title}: Paceline report"),
         style=asset("page.css"),
         body="\n".join(part for part in _parts(report, found) if part),
@@ -79,15 +81,6 @@ def asset(name: str) -> str:
     return resources.files(__package__).joinpath("page", *name.split("/")).read_text()
 
 
-def _policy(sources: Iterable[str]) -> str:
-    hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
-    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
 def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
     linked = {run.cell for run in report.runs if not run.is_reference}
     shown = [
@@ -99,7 +92,14 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
         text = "How each cell ended, the command and experiment that repeat it, its measurements and its certificate."
         method = next((i for i, (name, _, _) in enumerate(shown) if name == "method"), len(shown))
         shown.insert(method, ("cells", "Every cell", paragraph(text, "quiet") + panels))
-    yield _header(report, [(name, title) for name, title, _ in shown])
+    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in shown)
+    notes = f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
+    yield (
+        f'<header><div class="top"><h1>{escape(report.title)}</h1>'
+        '<button type="button" id="theme" class="scripted">Dark</button></div>'
+        f"{paragraph(' '.join(filter(None, answer(report))), 'answer')}{paragraph(grounds(report))}"
+        f'<div class="badges">{"".join(_badges(report))}</div>{notes}<nav aria-label="Sections">{links}</nav></header>'
+    )
     yield '<div id="filters" class="filters" role="group" aria-label="Filters" hidden></div>'
     for name, title, inner in shown:
         yield f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>'
@@ -107,44 +107,24 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
     yield f'<footer>{escape(made)}<p class="printed">Collapsed sections are not printed.</p></footer>'
 
 
-def _header(report: Report, sections: Iterable[tuple[str, str]]) -> str:
-    said = " ".join(filter(None, answer(report)))
-    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title in sections)
-    notes = f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
-    button = '<button type="button" id="theme" class="scripted">Dark</button>'
-    return (
-        f'<header><div class="top"><h1>{escape(report.title)}</h1>{button}</div>'
-        f"{paragraph(said, 'answer')}{paragraph(grounds(report))}"
-        f'<div class="badges">{_badge(report)}{"".join(_chips(report))}</div>'
-        f'{notes}<nav aria-label="Sections">{links}</nav></header>'
-    )
-
-
-def _badge(report: Report) -> str:
-    """How many runs proved equal work; on demand which, by how many checks."""
+def _badges(report: Report) -> Iterator[str]:
+    """How many runs are certified, with the checks on demand; then the runs, devices and hosts."""
     found = tables.certification(report)
-    if not tables.trains(report) or found is None:
-        return ""
-    valid = all(c.valid for c in report.certificates)
-    mark, tone = (tables.TICK, "good") if valid else (tables.CROSS, "bad")
-    words = f"{mark} {tables.certified_sentence(report)}"
-    return f'<details class="badge"><summary class="{tone}">{escape(words)}</summary>{render(found)}</details>'
-
-
-def _chips(report: Report) -> Iterator[str]:
+    if tables.trains(report) and found is not None:
+        valid = all(c.valid for c in report.certificates)
+        mark, tone = (tables.TICK, "good") if valid else (tables.CROSS, "bad")
+        words = escape(f"{mark} {tables.certified_sentence(report)}")
+        yield f'<details class="badge"><summary class="{tone}">{words}</summary>{render(found)}</details>'
     ours = [run for run in report.runs if not run.is_reference]
     statuses = Counter(run.status for run in ours)
     ended = ", ".join(f"{n} {status}" for status, n in statuses.items())
     runs = f"{len(ours)} run{'' if len(ours) == 1 else 's'}"
-    yield _chip(f"{runs}: {ended}" if set(statuses) - {"ok"} else runs)
     devices = Counter(str(gpu.get("name")) for m in report.machines[:1] for gpu in m.get("gpus") or ())
-    yield from (_chip(f"{n} \u00d7 {name}") for name, n in devices.items())
-    hosts = dict.fromkeys(str(machine.get("host")) for machine in report.machines)
-    yield _chip(f"{len(hosts)} hosts") if len(hosts) > 1 else ""
-
-
-def _chip(words: str) -> str:
-    return f'<span class="chip">{escape(words)}</span>'
+    hosts = {str(machine.get("host")) for machine in report.machines}
+    chips = [f"{runs}: {ended}" if set(statuses) - {"ok"} else runs]
+    chips += [f"{n} \u00d7 {name}" for name, n in devices.items()]
+    chips += [f"{len(hosts)} hosts"] if len(hosts) > 1 else []
+    yield from (f'<span class="chip">{escape(words)}</span>' for words in chips)
 
 
 def _section(section: Section, linked: set[str]) -> str:
@@ -153,7 +133,22 @@ def _section(section: Section, linked: set[str]) -> str:
         render(table, linked) if table.title == section.title else block(table.title, table, linked)
         for table in section.tables
     ]
-    figures = "".join(map(_figure, section.charts))
+    figures = ""
+    for chart in section.charts:
+        panels = len({point.group for point in chart.points}) if chart.kind == "lines" else 1
+        wide = panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX
+        figures += (
+            f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
+            f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"
+            '<div class="plot"></div></figure>'
+        )
+    details = []
+    for table in section.details:
+        if len(table.rows) > MOST_ROWS:
+            note = f"The first {MOST_ROWS:,} of {len(table.rows):,}; report.json has all."
+            rows, cells = table.rows[:MOST_ROWS], table.cells[:MOST_ROWS]
+            table = dataclasses.replace(table, rows=rows, cells=cells, notes=(note, *table.notes))
+        details.append(folded(table.title, table, linked))
     without = f"<noscript>{paragraph(NO_CHARTS)}</noscript>"
     parts = (
         paragraph(section.text),
@@ -161,26 +156,7 @@ def _section(section: Section, linked: set[str]) -> str:
         f'{without}<div class="charts scripted">{figures}</div>' if figures else "",
         *blocks[1:],
         paragraph(section.note, "quiet"),
-        *(folded(table.title, _limited(table), linked) for table in section.details),
+        *details,
         *(folded(title, bullets(lines)) for title, lines in section.bullets),
     )
     return "".join(parts)
-
-
-def _figure(chart: Chart) -> str:
-    panels = len({point.group for point in chart.points}) if chart.kind == "lines" else 1
-    wide = panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX
-    return (
-        f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
-        f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"
-        '<div class="plot"></div></figure>'
-    )
-
-
-def _limited(table: Table) -> Table:
-    if len(table.rows) <= MOST_ROWS:
-        return table
-    note = f"The first {MOST_ROWS:,} of {len(table.rows):,}; report.json has all."
-    return dataclasses.replace(
-        table, rows=table.rows[:MOST_ROWS], cells=table.cells[:MOST_ROWS], notes=(note, *table.notes)
-    )

@@ -27,7 +27,7 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
-    """The whole document if a pull request can hold it; otherwise part of every table and a note."""
+    """The whole document if it fits a pull request; otherwise part of every table and a note."""
     found = sections(report, charts(report))
     whole = ""
     for rows, characters in CUTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings import Report
 from paceline.host.files import write_atomically
 from paceline.report.exporters._prometheus_text import Family, render
 from paceline.report.text.cells import trusted_runs
@@ -18,30 +18,22 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 def text(report: Report) -> str:
     """A family per metric, bounds of the 95 % interval as families of their own (_low, _high), cells as labels."""
-    families: dict[str, Family] = {}
-    trusted = trusted_runs(report)
-    for m in report.measurements:
-        certified = bool(m.runs) and trusted.issuperset(m.runs)
-        labels = {"experiment": report.title, "cell": m.cell, **m.axes, "certified": certified}
-        for name, value, help_text in _parts(m):
-            families.setdefault(name, Family(name, help_text)).add(value, labels)
-    return render([*_about(report), *families.values()])
-
-
-def _parts(m: Measurement) -> tuple[tuple[str, float | None, str], ...]:
-    what = f"{m.metric} of a cell, in {m.unit}, {m.better} is better"
-    return (
-        (m.metric, m.value, f"{what}."),
-        (f"{m.metric}_low", m.low, f"Lower bound of the 95 % interval of {what}."),
-        (f"{m.metric}_high", m.high, f"Upper bound of the 95 % interval of {what}."),
-    )
-
-
-def _about(report: Report) -> tuple[Family, ...]:
-    """How many runs ended how, and when it was concluded: a dashboard must see stale numbers as stale."""
+    # The time of the report, so that a dashboard can see stale numbers as stale.
     runs = Family("runs", "Runs of the experiment by status, references included.")
     for status, count in sorted(Counter(run.status for run in report.runs).items()):
         runs.add(count, {"experiment": report.title, "status": status})
     made = Family("report_created_timestamp_seconds", "When the report was made, in seconds since 1970.")
     made.add(report.created_at, {"experiment": report.title, "version": report.paceline_version})
-    return runs, made
+    families: dict[str, Family] = {}
+    trusted = trusted_runs(report)
+    for m in report.measurements:
+        certified = bool(m.runs) and trusted.issuperset(m.runs)
+        labels = {"experiment": report.title, "cell": m.cell, **m.axes, "certified": certified}
+        what = f"{m.metric} of a cell, in {m.unit}, {m.better} is better."
+        for name, value, help_text in (
+            (m.metric, m.value, what),
+            (f"{m.metric}_low", m.low, f"Lower bound of the 95 % interval of {what}"),
+            (f"{m.metric}_high", m.high, f"Upper bound of the 95 % interval of {what}"),
+        ):
+            families.setdefault(name, Family(name, help_text)).add(value, labels)
+    return render([runs, made, *families.values()])

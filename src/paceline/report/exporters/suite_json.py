@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.findings import CollectiveRow, MemoryRow, Report
+from paceline.analysis.findings import CollectiveRow, Report
 from paceline.analysis.findings.cell_axes import describe
 from paceline.errors import Scalar
 from paceline.experiment.choices import Choice
@@ -17,7 +17,7 @@ from paceline.host.files import write_atomically
 from paceline.report.exporters.json import plain
 from paceline.report.text.cells import ranked_cells, varying_axes
 
-# The words that parsers of such files look for; an operation that is not here keeps its own.
+# Names that parsers of such files expect; other operations keep theirs.
 WORDS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall", "send_recv": "p2p"}
 UNITS = {"gbps": "GB/s, 1 GB = 1e9 bytes", "gib": "2**30 bytes", "ms": "1e-3 s", "missing": "null, never 0"}
 TRAINING = {
@@ -43,7 +43,7 @@ def text(report: Report, world_size: int | None) -> str:
 
 
 def world_sizes(report: Report) -> list[int]:
-    """Of everything that was measured, ascending."""
+    """The world sizes of everything that was measured, ascending."""
     trained = (m.axes for metrics in ranked_cells(report).values() for m in metrics.values())
     everything = (*(r.axes for r in report.collectives), *(r.axes for r in report.memory), *trained)
     return sorted({size for axes in everything if isinstance(size := axes.get("world_size"), int)})
@@ -53,65 +53,14 @@ def document(report: Report, world_size: int | None) -> dict[str, Any]:
     rows = [r for r in report.collectives if r.axes.get("world_size") == world_size]
     device = next((r.axes.get("device") for r in report.runs if r.axes.get("world_size") == world_size), None)
     size = "" if world_size is None else f"_{world_size}{'gpu' if device == 'cuda' else 'cpu'}"
-    return {
-        "name": f"benchmark{size}",
-        "world_size": world_size,
-        "timestamp": datetime.datetime.fromtimestamp(report.created_at, datetime.UTC).isoformat(),
-        "config": {**_iterations(rows), "device": _device_name(report, device)},
-        "units": UNITS,
-        "results": {
-            "communication": _communication(rows),
-            "training": _training(report, world_size),
-            "memory": _memory(report, world_size),
-        },
-    }
-
-
-def _device_name(report: Report, kind: Scalar) -> str | None:
-    """Names of the GPUs or processors of all machines; None if none was recorded."""
-    if kind == "cuda":
+    names = [machine.get("cpu") for machine in report.machines]
+    if device == "cuda":
         names = [gpu.get("name") for machine in report.machines for gpu in machine.get("gpus") or ()]
-    else:
-        names = [machine.get("cpu") for machine in report.machines]
-    return ", ".join(dict.fromkeys(str(name) for name in names if name)) or None
-
-
-def _iterations(rows: Sequence[CollectiveRow]) -> dict[str, Scalar]:
-    """The requested number of iterations, or the counted one if none was requested."""
+    # The requested number of iterations, or the counted one if none was requested.
     options: Mapping[str, Scalar] = Choice.parse(str(rows[0].axes["workload"])).options if rows else {}
-    counted = Counter(r.iterations // r.launches for r in rows if r.iterations)
-    usual = counted.most_common(1)[0][0] if counted else None
-    return {"warmup_iters": options.get("warmup"), "benchmark_iters": options.get("iters", usual)}
-
-
-def _communication(rows: Sequence[CollectiveRow]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for row in rows:
-        name = WORDS.get(row.operation, row.operation)
-        found.setdefault(name, {"peak_busbw_gbps": None, "rows": []})["rows"].append(_row(row))
-    for operation in found.values():
-        known = [r["busbw_gbps"] for r in operation["rows"] if r["busbw_gbps"] is not None and r["status"] == "ok"]
-        operation["peak_busbw_gbps"] = max(known, default=None)
-    return found
-
-
-def _row(row: CollectiveRow) -> dict[str, Any]:
-    return {
-        "size_bytes": row.size_bytes,
-        "dtype": row.dtype,
-        "in_place": row.in_place,
-        "mode": row.mode,
-        "time_ms": _scaled(row.time_s, 1e3),
-        "algbw_gbps": _scaled(row.algbw_bytes_per_s, 1e-9),
-        "busbw_gbps": _scaled(row.busbw_bytes_per_s, 1e-9),
-        "wrong": row.wrong,
-        "status": row.status,
-    }
-
-
-def _training(report: Report, world_size: int | None) -> dict[str, Any]:
-    """Certified cells only; efficiency where its baseline was measured, by kind of scaling."""
-    named, found = varying_axes(report), {}
+    counted = Counter(r.iterations // r.launches for r in rows if r.iterations).most_common(1)
+    named, training = varying_axes(report), {}
+    # Certified cells only; efficiency where its baseline was measured, by kind of scaling.
     for cell, metrics in ranked_cells(report).items():
         axes = next(iter(metrics.values())).axes
         if axes.get("world_size") != world_size:
@@ -122,22 +71,55 @@ def _training(report: Report, world_size: int | None) -> dict[str, Any]:
         }
         points = [p for p in report.scaling if p.cell == cell]
         scaled = {f"{p.kind}_scaling_efficiency_percent": _scaled(p.efficiency.value, 100.0) for p in points}
-        found[describe(axes, named)] = numbers | scaled
+        training[describe(axes, named)] = numbers | scaled
+    return {
+        "name": f"benchmark{size}",
+        "world_size": world_size,
+        "timestamp": datetime.datetime.fromtimestamp(report.created_at, datetime.UTC).isoformat(),
+        "config": {
+            "warmup_iters": options.get("warmup"),
+            "benchmark_iters": options.get("iters", counted[0][0] if counted else None),
+            "device": ", ".join(dict.fromkeys(str(name) for name in names if name)) or None,
+        },
+        "units": UNITS,
+        "results": {
+            "communication": _communication(rows),
+            "training": training,
+            # Bytes by component as measured, the prediction beside them.
+            "memory": {
+                describe(row.axes, named): {
+                    **{name: row.axes.get(name) for name in ("micro_batch", "sequence_length")},
+                    **{f"{name}_bytes": count for name, count in row.measured.items()},
+                    "predicted": {f"{name}_bytes": count for name, count in row.predicted.items()},
+                }
+                for row in report.memory
+                if row.axes.get("world_size") == world_size
+            },
+        },
+    }
+
+
+def _communication(rows: Sequence[CollectiveRow]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for row in rows:
+        name = WORDS.get(row.operation, row.operation)
+        found.setdefault(name, {"peak_busbw_gbps": None, "rows": []})["rows"].append(
+            {
+                "size_bytes": row.size_bytes,
+                "dtype": row.dtype,
+                "in_place": row.in_place,
+                "mode": row.mode,
+                "time_ms": _scaled(row.time_s, 1e3),
+                "algbw_gbps": _scaled(row.algbw_bytes_per_s, 1e-9),
+                "busbw_gbps": _scaled(row.busbw_bytes_per_s, 1e-9),
+                "wrong": row.wrong,
+                "status": row.status,
+            }
+        )
+    for operation in found.values():
+        known = [r["busbw_gbps"] for r in operation["rows"] if r["busbw_gbps"] is not None and r["status"] == "ok"]
+        operation["peak_busbw_gbps"] = max(known, default=None)
     return found
-
-
-def _memory(report: Report, world_size: int | None) -> dict[str, Any]:
-    """Bytes by component as measured, the prediction beside them."""
-    named = varying_axes(report)
-    rows = [row for row in report.memory if row.axes.get("world_size") == world_size]
-    return {describe(row.axes, named): _components(row) for row in rows}
-
-
-def _components(row: MemoryRow) -> dict[str, Any]:
-    measured = {f"{name}_bytes": size for name, size in row.measured.items()}
-    predicted = {f"{name}_bytes": size for name, size in row.predicted.items()}
-    batch = {name: row.axes.get(name) for name in ("micro_batch", "sequence_length")}
-    return batch | measured | {"predicted": predicted}
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

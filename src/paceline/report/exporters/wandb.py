@@ -11,48 +11,84 @@ from typing import TYPE_CHECKING
 
 from paceline.analysis.findings import Report
 from paceline.errors import RequestError
-from paceline.report.exporters._cells import STEP_CURVE, TrackedCell, require_package, tracked_cells
+from paceline.report.exporters._cells import STEP_CURVE, require_package, tracked_cells
 from paceline.report.exporters._folder import check_owned, replacing
 
 if TYPE_CHECKING:
-    from wandb import Settings
+    pass
 
 FOLDER = "wandb"
 MODES = ("offline", "online")
 
 
 def check(directory: Path) -> None:
-    """A mode that means nothing, and a login that is missing, are known before anything is written."""
+    """Reject an unknown mode and a missing login before anything is written."""
     require_package("wandb", "wandb")
     check_owned(directory / FOLDER)
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in MODES:
         raise RequestError(f"WANDB_MODE: got {mode!r}, expected {' or '.join(MODES)}.")
-    if mode == "online" and not _has_key():
-        raise RequestError("WANDB_MODE=online: no API key was found; run `wandb login`, or set WANDB_API_KEY")
+    if mode == "online":
+        import wandb
 
-
-def _has_key() -> bool:
-    """Never prompts; if there is a key, checks it with the server."""
-    import wandb
-
-    with _named_failures():
-        return bool(wandb.login(prompt=False))
+        with _named_failures():
+            # Never prompts; if there is a key, checks it with the server.
+            has_key = bool(wandb.login(prompt=False))
+        if not has_key:
+            raise RequestError("WANDB_MODE=online: got no API key. Run `wandb login`, or set WANDB_API_KEY.")
 
 
 def export(report: Report, directory: Path) -> list[Path]:
-    """The folder of runs, one per cell. Ids follow from the findings: what is synced twice is one run on the server."""
+    """The folder of runs, one per cell. Ids follow from the findings, so syncing twice gives one run on the server."""
     check(directory)
+    import wandb
+
     with _named_failures(), replacing(directory / FOLDER) as fresh:
+        # Findings alone: no code, command line, environment, console or gauges of the machine that exports.
+        settings = wandb.Settings(
+            silent=True,
+            quiet=True,
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            save_code=False,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+        )
         for cell in tracked_cells(report):
-            _write(report, cell, fresh)
-        _flatten(fresh)
+            about = {"cell": cell.cell, "runs": list(cell.runs), "paceline_version": report.paceline_version}
+            run = wandb.init(
+                id=cell.digest,
+                name=cell.name,
+                project=os.environ.get("WANDB_PROJECT", "paceline"),
+                group=report.title,
+                config={**cell.axes, **about},
+                tags=[cell.status[:64], "certified" if cell.certified else "not certified"],
+                notes="; ".join(cell.reasons) or None,
+                dir=str(fresh),
+                mode="online" if os.environ.get("WANDB_MODE") == "online" else "offline",
+                settings=settings,
+            )
+            for name, value in cell.scalars.items():
+                run.summary[name] = value
+            for seconds in cell.steps_s:
+                run.log({STEP_CURVE: seconds})
+            run.finish(exit_code=0 if cell.status == "ok" else 1)
+        # Keep what `wandb sync` reads: debug logs and links are about the exporting machine and a folder now gone.
+        inner = fresh / FOLDER  # wandb makes a folder of its own inside the one it is given
+        for path in inner.glob("*run-*-*"):
+            path.rename(fresh / path.name)
+            for part in ("logs", "tmp"):
+                shutil.rmtree(fresh / path.name / part, ignore_errors=True)
+        shutil.rmtree(inner, ignore_errors=True)
     return [directory / FOLDER]
 
 
 @contextlib.contextmanager
 def _named_failures() -> Iterator[None]:
-    """What wandb raises becomes one sentence; it refuses its own settings (WANDB_...) with a ValueError."""
+    """Turn errors of wandb into one sentence; it rejects its own settings (WANDB_...) with a ValueError."""
     from wandb.errors import Error
 
     try:
@@ -60,53 +96,3 @@ def _named_failures() -> Iterator[None]:
     except (Error, ValueError) as error:
         reason = ", ".join(line.strip() for line in str(error).splitlines()[:3])
         raise RequestError(f"--format wandb: wandb could not write ({reason})") from None
-
-
-def _flatten(fresh: Path) -> None:
-    """Keep what `wandb sync` reads: its debug logs and links tell of the exporting machine and of a folder now gone."""
-    inner = fresh / FOLDER  # wandb makes a folder of its own inside the one it is given
-    for run in inner.glob("*run-*-*"):
-        run.rename(fresh / run.name)
-        for part in ("logs", "tmp"):
-            shutil.rmtree(fresh / run.name / part, ignore_errors=True)
-    shutil.rmtree(inner, ignore_errors=True)
-
-
-def _write(report: Report, cell: TrackedCell, folder: Path) -> None:
-    import wandb
-
-    run = wandb.init(
-        id=cell.digest,
-        name=cell.name,
-        project=os.environ.get("WANDB_PROJECT", "paceline"),
-        group=report.title,
-        config={**cell.axes, "cell": cell.cell, "runs": list(cell.runs), "paceline_version": report.paceline_version},
-        tags=[cell.status[:64], "certified" if cell.certified else "not certified"],
-        notes="; ".join(cell.reasons) or None,
-        dir=str(folder),
-        mode="online" if os.environ.get("WANDB_MODE") == "online" else "offline",
-        settings=_settings(),
-    )
-    for name, value in cell.scalars.items():
-        run.summary[name] = value
-    for row in ({STEP_CURVE: seconds} for seconds in cell.steps_s):
-        run.log(row)
-    run.finish(exit_code=0 if cell.status == "ok" else 1)
-
-
-def _settings() -> Settings:
-    """Findings alone: no code, command line, environment, console or gauges of the machine that exports."""
-    import wandb
-
-    return wandb.Settings(
-        silent=True,
-        quiet=True,
-        console="off",
-        disable_code=True,
-        disable_git=True,
-        save_code=False,
-        disable_job_creation=True,
-        x_disable_meta=True,
-        x_disable_stats=True,
-        x_disable_machine_info=True,
-    )
