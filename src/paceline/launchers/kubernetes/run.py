@@ -75,10 +75,6 @@ class Logs:
                 self._threads[pod] = thread
                 thread.start()
 
-    def abandon(self, pods: Iterable[str]) -> None:
-        """Stop waiting for these pods: their node may never answer."""
-        self._abandoned |= set(pods)
-
     def drain(self, limit_s: float) -> None:
         """Wait for the last lines of ended pods."""
         deadline = time.monotonic() + limit_s
@@ -92,7 +88,9 @@ class Logs:
             self._stop.set()
         self.drain(JOIN_S)
 
-    def note(self, sentence: str) -> None:
+    def note(self, sentence: str, lost: Iterable[str] = ()) -> None:
+        """Write a line. lost: pods that are not waited for any more, because their node may never answer."""
+        self._abandoned |= set(lost)
         with self._lock, self._log.open("a") as log:
             log.write(f"paceline: {sentence}\n")
 
@@ -163,14 +161,10 @@ class Run:
     losses: states.Losses = field(init=False)
 
     def __post_init__(self) -> None:
-        def note(sentence: str, pods: list[str]) -> None:
-            self.logs.note(sentence)
-            self.logs.abandon(pods)
-
         # The handle of an older version has neither key.
         expendable, ranks = self.handle.get("may_be_lost", ()), int(self.handle.get("ranks", 1))
         run_dir, nodes = Path(self.handle["run_dir"]), int(self.handle["nodes"])
-        self.losses = states.Losses(run_dir, nodes, ranks, expendable, note)
+        self.losses = states.Losses(run_dir, nodes, ranks, expendable, self.logs.note)
 
     @property
     def name(self) -> str:

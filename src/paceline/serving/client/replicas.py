@@ -73,9 +73,6 @@ class ConnectionPool:
         connection.parked = True
         self._idle[connection.replica].append(connection)
 
-    def holds(self, connection: Connection) -> bool:
-        return self.by_descriptor.get(connection.fileno()) is connection
-
     def watch(self, connection: Connection, events: int) -> None:
         if connection.watched != events:
             connection.watched = events

@@ -353,7 +353,7 @@ class Shard:
                     self._connected(connection)
                 elif events & select.EPOLLOUT:
                     self._write(connection)
-                if events & _HAS_NEWS and self._pool.holds(connection):
+                if events & _HAS_NEWS and connections.get(descriptor) is connection:
                     self._read(connection)
         return len(ready)
 
