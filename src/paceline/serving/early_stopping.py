@@ -54,7 +54,7 @@ def requests_needed(late: int, percentile: float, confidence: float = CONFIDENCE
 
 @cache
 def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENCE) -> int | None:
-    """How many of so many requests may be late; None if there are too few even with none late.
+    """The number of requests that may be late; None if there are too few requests even with none late.
 
     >>> late_allowed(13368, 0.99), late_allowed(458, 0.99)
     (107, None)

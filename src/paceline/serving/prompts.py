@@ -159,7 +159,7 @@ def _synthetic(data: Choice) -> Synthetic:
 
 
 def form_of(prompts: Sequence[Prompt]) -> str:
-    """What all of them are sent as: token_ids, text or messages; mixed if they differ."""
+    """The form in which all prompts are sent: token_ids, text or messages; mixed if they differ."""
     forms = {"token_ids" if p.token_ids is not None else "messages" if p.messages else "text" for p in prompts}
     return forms.pop() if len(forms) == 1 else "mixed"
 
@@ -167,7 +167,7 @@ def form_of(prompts: Sequence[Prompt]) -> str:
 def open_prompts(
     data: Choice, *, count: int | None, seed: int, vocab: int, max_tokens: int, api: str = "completions"
 ) -> list[Prompt]:
-    """So many prompts, or as many as the file has; all of the file if count is None."""
+    """At most `count` prompts of a file, or all if count is None; exactly `count` synthetic ones."""
     check(data)
     if data.name == "synthetic":
         return _synthetic(data).prompts(count or SYNTHETIC_COUNT, seed, vocab, api)

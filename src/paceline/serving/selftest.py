@@ -179,7 +179,7 @@ def climb(streams: int, seconds: float, shards: int) -> Iterator[Rung]:
 
 
 def one(events_per_s: float, streams: int, seconds: float, shards: int) -> Rung:
-    """Poisson arrivals that keep so many answers in progress, for so long."""
+    """Send Poisson arrivals that keep `streams` answers in progress, for this many seconds."""
     itl_s = streams / events_per_s
     latencies = Latencies(ttft_s=TTFT_S, itl_s=itl_s, tokens=max(2, round(seconds / 2 / itl_s)), mode="clock")
     worker_pool.require_files(2 * streams)
@@ -219,7 +219,7 @@ def poisson_load(latencies: Latencies, port: int, streams: int, seconds: float, 
 
 
 def completion(tokens: int, port: int) -> bytes:
-    """A complete HTTP request for so many tokens."""
+    """A complete HTTP request for an answer of this many tokens."""
     body = json.dumps({"model": "mock", "prompt": "x", "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body

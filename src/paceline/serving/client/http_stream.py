@@ -228,7 +228,7 @@ _HEX = re.compile(rb"[0-9a-fA-F]+")
 LARGEST_HEAD = 65_536
 # The largest event, a thousand times one token's. A longer one would block the loop that parses it.
 LARGEST_EVENT = 1 << 18
-# An empty line has at most one byte more than this; so many may come before a new piece.
+# An empty line has at most one byte more than this, so it may begin this many bytes before a new piece.
 BEFORE_LAST = 3
 # More digits do not fit into eight bytes.
 _MOST_DIGITS = 19

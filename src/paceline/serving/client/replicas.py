@@ -13,7 +13,7 @@ from paceline.serving.client.schedule import ANY_REPLICA, Target
 
 READABLE = select.EPOLLIN | select.EPOLLRDHUP
 WRITABLE = select.EPOLLOUT
-# A replica is dead after so many refused connections in a row: a full accept queue may refuse one.
+# A replica is dead after this many refused connections in a row: a full accept queue may refuse one.
 REFUSALS = 3
 
 

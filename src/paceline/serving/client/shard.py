@@ -37,7 +37,7 @@ SOCKETS_AT_ONCE = 64
 SENDS_AT_ONCE = 32
 # Events of a complete answer parsed at once, in under 100 us: 1,000 tokens at once would delay other requests.
 PARSED_AT_ONCE = 16
-# Answers are parsed when fewer sockets than this were ready, or when so many bytes wait.
+# Answers are parsed when fewer sockets than this were ready, or when more bytes than this wait.
 QUIET_SOCKETS = SOCKETS_AT_ONCE // 2
 MOST_UNREAD_BYTES = 64 << 20
 TIMEOUT_CHECK_NS = NS // 10

@@ -87,7 +87,7 @@ def _work(assignment: Assignment, slot: memoryview[int], pipe: Connection[Any, A
 
 
 def require_files(connections: int) -> None:
-    """Raise the limit of open files for so many connections, before anything is sent; UnsupportedError if it cannot."""
+    """Raise the limit of open files before anything is sent; UnsupportedError if the system does not allow it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + RESERVED_FILES
     if soft >= wanted:

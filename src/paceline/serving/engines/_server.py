@@ -37,7 +37,7 @@ from paceline.serving.replica.settings import BATCHING, Settings
 POLL_S = 0.25
 REPORT_EVERY_S = 10.0
 REQUEST_S = 5.0
-# The controller ends a run without progress after stall_s as hung: whoever waits must report before.
+# The controller ends a run without progress after stall_s as hung: report a slow start before that.
 SHARE_OF_STALL = 0.8
 # How much of a server's output is kept with the run.
 KEPT_BYTES = 256 << 10
@@ -208,7 +208,7 @@ def url_of(address: str, port: int) -> str:
 class ReplicaOptions:
     """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or the
     model's context if that is less). batching: continuous or static. tensor_parallel: devices of one replica.
-    prefill_tokens: prompts are read together up to so many tokens. ready_s: how long it may take to start (default: 80
+    prefill_tokens: the most tokens of prompts that are read together. ready_s: how long it may take to start (default: 80
     % of stall_s)."""
 
     max_batch: int = 32

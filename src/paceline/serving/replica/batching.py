@@ -48,7 +48,7 @@ class Channel:
 
 
 class Decoder(Protocol):
-    """What computes: see `decoding.Decoding`."""
+    """Computes tokens: see `decoding.Decoding`."""
 
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]: ...
     def step(self, reach: int) -> list[int]: ...

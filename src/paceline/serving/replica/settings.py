@@ -21,7 +21,7 @@ SHORTEST_REACH = 256
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """max_batch: slots, the width of every step. max_length: tokens of a prompt and its answer together.
-    prefill_tokens: prompts are read together up to so many tokens, padding included. compiled: the layers of a step use
+    prefill_tokens: the most tokens of prompts that are read together, with padding. compiled: the layers of a step use
     torch.compile. graph: a step is one CUDA graph."""
 
     engine: str
