@@ -208,8 +208,8 @@ def url_of(address: str, port: int) -> str:
 class ReplicaOptions:
     """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or the
     model's context if that is less). batching: continuous or static. tensor_parallel: devices of one replica.
-    prefill_tokens: the most tokens of prompts that are read together. ready_s: how long it may take to start (default: 80
-    % of stall_s)."""
+    prefill_tokens: the most tokens of prompts that are read together. ready_s: time limit of the start (default: 80 %
+    of stall_s)."""
 
     max_batch: int = 32
     max_length: int = 0
