@@ -24,7 +24,7 @@ import re
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -224,19 +224,12 @@ def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Path]:
-    """A temporary directory with the verified files of the capsule."""
+def read_runs(path: Path) -> tuple[list[RunRecord], list[str]]:
+    """As `store.read_runs`, after every file was verified; paths are those inside the capsule."""
     with tempfile.TemporaryDirectory(prefix="paceline-capsule-") as scratch:
         unpack(path, Path(scratch))
-        yield Path(scratch) / ROOT
-
-
-def read_runs(path: Path) -> tuple[list[RunRecord], list[str]]:
-    """As `store.read_runs`; paths are those inside the capsule."""
-    with opened(path) as folder:
-        records, skipped = store.read_runs(folder / "runs")
-        prefix = f"{folder}{os.sep}"
+        prefix = f"{scratch}{os.sep}{ROOT}{os.sep}"
+        records, skipped = store.read_runs(Path(scratch) / ROOT / "runs")
         named = [dataclasses.replace(r, path=f"{path}: {r.path.removeprefix(prefix)}") for r in records]
         return named, [text.replace(prefix, f"{path}: ") for text in skipped]
 

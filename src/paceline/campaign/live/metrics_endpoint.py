@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.campaign.live.progress import title
 from paceline.errors import RequestError, Scalar
 from paceline.host.gauges import Snapshot
-from paceline.report.exporters._prometheus_text import CONTENT_TYPE, Family, render
+from paceline.report.exporters.prometheus import CONTENT_TYPE, Family, render
 from paceline.results.campaign_file import CampaignView
 
 HOST_GAUGES = {

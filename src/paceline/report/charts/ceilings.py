@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.charts.chart import COLOURS, LINEAR, LINES, LOG, LOG2, Axis, Chart, Point, Series, in_full
+from paceline.report.charts.chart import COLOURS, LINEAR, LINES, LOG, LOG2, Axis, Chart, Series, measured_point
 from paceline.report.tables.ceilings import GIGA, scale_for
-from paceline.report.text.measurements import format_brief
 from paceline.wording import Scale
 
 # Rates further apart than this are drawn on a logarithmic axis, where all of them can be read.
@@ -84,18 +84,7 @@ def _chart(
         x=x,
         y=Axis(label=scale.unit, unit=scale.unit, scale=LOG if far_apart else LINEAR, zero=not far_apart),
         points=tuple(
-            Point(
-                x=_size(m),
-                y=scale.apply(m.value) or 0.0,
-                low=scale.apply(m.low),
-                high=scale.apply(m.high),
-                series=line(m),
-                label=f"{line(m)}, {m.axes['label']}",
-                text=format_brief(m, scale),
-                detail=in_full(m, scale),
-                cells=(m.cell,),
-                runs=m.runs,
-            )
+            replace(measured_point(m, scale), x=_size(m), series=line(m), label=f"{line(m)}, {m.axes['label']}")
             for m in sorted(kept, key=_size)
         ),
         series=tuple(

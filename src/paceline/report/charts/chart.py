@@ -9,7 +9,7 @@ from typing import TypeVar
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
 from paceline.report.text.cells import groups
-from paceline.report.text.measurements import format_measurement
+from paceline.report.text.measurements import format_brief, format_measurement
 from paceline.wording import Scale
 
 # How a chart is drawn: lanes of bars, of parts on top of each other, of single samples, of intervals on both sides of
@@ -135,6 +135,19 @@ def thinned(values: Sequence[Item], most: int) -> list[Item]:
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def measured_point(m: Measurement, scale: Scale) -> Point:
+    """A mark at the value of a measurement, with its interval and details."""
+    return Point(
+        y=scale.apply(m.value) or 0.0,
+        low=scale.apply(m.low),
+        high=scale.apply(m.high),
+        text=format_brief(m, scale),
+        detail=in_full(m, scale),
+        cells=(m.cell,),
+        runs=m.runs,
+    )
 
 
 def in_full(m: Measurement, scale: Scale | None = None) -> str:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from paceline.analysis.findings import Report
+from paceline.analysis.findings import GaugeTrace, Report
 from paceline.report.charts.chart import CURVE, LINES, Axis, Chart, Point, Series, Span, used
-from paceline.report.tables.gauges import GAUGES, curves, drawn, trace_title
+from paceline.report.tables.gauges import device_name
+from paceline.report.text.cells import axes_of, cell_name, varying_axes
+
+# Indexes in the palette; index 1 is for throttled stretches.
+GAUGES = {"power, % of the cap": 0, "clock, % of its maximum": 2, "busy, %": 5, "temperature, C": 3}
 
 
 def traces(report: Report) -> Iterator[Chart]:
     """A panel per cell: the device that was throttled most, else the one with the highest power."""
-    found = [(trace_title(report, trace), trace) for trace in drawn(report)]
-    points = [
-        Point(x=at, y=value, series=curve.name, group=title, drawn=CURVE, cells=(trace.cell,), runs=(trace.run,))
-        for title, trace in found
-        for curve in curves(trace)
-        for at, value in curve.points
-    ]
+    curves = [(trace, drawn) for trace in report.gauge_traces if (drawn := _curves(trace))]
+    points: list[Point] = []
+    spans: list[Span] = []
+    named = varying_axes(report)
+    for trace, drawn in curves:
+        title = device_name(trace)
+        if len(curves) > 1:
+            cell = cell_name(report, trace.cell, axes_of(report, trace.cell) or {}, named) or trace.run
+            title = f"{cell}: {title}"
+        base = Point(y=0.0, group=title, drawn=CURVE, cells=(trace.cell,), runs=(trace.run,))
+        points += [replace(base, x=at, y=value, series=name) for name, at, value in drawn]
+        spans += [Span(start=a, end=b, group=title) for a, b in trace.throttled]
     yield Chart(
         name="gauges",
         title="Gauges over the run",
@@ -28,5 +38,22 @@ def traces(report: Report) -> Iterator[Chart]:
         y=Axis(label="% of the limit, or C"),
         points=tuple(points),
         series=used([Series(name=name, colour=colour) for name, colour in GAUGES.items()], points),
-        spans=tuple(Span(start=a, end=b, group=title) for title, trace in found for a, b in trace.throttled),
+        spans=tuple(spans),
     )
+
+
+def _curves(trace: GaugeTrace) -> list[tuple[str, float, float]]:
+    """Gauge, time and percent. Power and clock are shares of the machine's limits, or of the highest reading if those
+    are unknown."""
+    shares: tuple[tuple[Sequence[float | None], float | None], ...] = (
+        (trace.power_w, trace.power_cap_w),
+        (trace.clock_hz, trace.clock_max_hz),
+        (trace.busy_ratio, 1.0),
+        (trace.temperature_c, 100.0),
+    )
+    found = []
+    for name, (values, limit) in zip(GAUGES, shares, strict=True):
+        known = [(at, value) for at, value in zip(trace.seconds, values, strict=True) if value is not None]
+        if most := limit or max((value for _, value in known), default=0.0):
+            found += [(name, at, 100 * value / most) for at, value in known]
+    return found

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.analysis.findings import Cost, Report, offers_of
-from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, in_full, numbered, strategies, used
+from paceline.report.charts.chart import (
+    BARS,
+    LINES,
+    Axis,
+    Chart,
+    Point,
+    Series,
+    in_full,
+    measured_point,
+    numbered,
+    strategies,
+    used,
+)
 from paceline.report.tables import budget as sized
 from paceline.report.text.cells import groups
-from paceline.report.text.measurements import format_brief
 from paceline.wording import Scale, short_count
 
 SPOT = ", spot"
-LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, so the unit is a billion tokens
+LEAST_PER_MILLION = 0.1  # cheaper tokens are shown per billion, to avoid leading zeros
 
 
 def cost(report: Report) -> Iterator[Chart]:
@@ -38,21 +50,10 @@ def cost(report: Report) -> Iterator[Chart]:
 
 
 def _bar(found: Cost, label: str, group: str, scale: Scale, *, faint: bool) -> Point:
-    m = found.usd_per_mtok
+    point = measured_point(found.usd_per_mtok, scale)
     price = f"{found.price.name}: {found.price.usd_per_gpu_hour:g} USD per GPU-hour, {found.price.kind}"
-    return Point(
-        y=scale.apply(m.value) or 0.0,
-        low=scale.apply(m.low),
-        high=scale.apply(m.high),
-        label=label,
-        group=group,
-        series=label,
-        text=f"{format_brief(m, scale)}{' spot' if faint else ''}",
-        detail=f"{in_full(m, scale)}\n{price}",
-        cells=(found.cell,),
-        runs=m.runs,
-        faint=faint,
-    )
+    text, detail = f"{point.text}{' spot' if faint else ''}", f"{point.detail}\n{price}"
+    return replace(point, label=label, group=group, series=label, text=text, detail=detail, faint=faint)
 
 
 def budget(report: Report) -> Iterator[Chart]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import fmean
 
 from paceline.analysis.findings import HistorySeries, Report
 from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, Series
-from paceline.report.tables.history import ChartPoints, day, points_of
-from paceline.wording import format_number
+from paceline.report.tables.history import day, differs_text, size_text
+from paceline.wording import format_number, scale_of
 
 DAY_S = 86_400.0
 LAUNCH, LEVEL = Series(name="launch", colour=0), Series(name="level", colour=1)
@@ -25,7 +26,7 @@ def history(report: Report) -> Iterator[Chart]:
     for metric in dict.fromkeys(series.metric for series in moved):
         ours = sorted((s for s in moved if s.metric == metric), key=lambda s: not s.changes)[:MOST_PANELS]
         began = min(p.started_at for s in ours for p in s.points)
-        points = [point for series in ours for point in _panel(series, points_of(series), began)]
+        points = [point for series in ours for point in _panel(series, began)]
         yield Chart(
             name=f"history_{metric}",
             title=f"Over time: {metric}",
@@ -38,16 +39,22 @@ def history(report: Report) -> Iterator[Chart]:
         )
 
 
-def _panel(series: HistorySeries, drawn: ChartPoints, began: float) -> Iterator[Point]:
+def _panel(series: HistorySeries, began: float) -> Iterator[Point]:
+    """Every launch and, for each level, both of its ends: the step between two levels is where the change is."""
     base = Point(y=100.0, group=series.label, cells=(series.cell,))
-    first = drawn.levels[0][2]
-    for at, value, run in zip(drawn.times, drawn.values, drawn.runs, strict=True):
-        detail = f"{format_number(value, 3 if value < 100 else 0)} {drawn.unit}\n{day(at)} UTC"
-        x, y = (at - began) / DAY_S, 100 * value / first
-        yield replace(base, x=x, y=y, series=LAUNCH.name, drawn=LONE, detail=detail, runs=(run,))
-    # Both ends of each level, joined to the next: the step between two levels is where the change is.
-    details = ["", *(text for _, text in drawn.marks)]
-    for (start, end, level), detail in zip(drawn.levels, details, strict=True):
-        for at, text in ((start, detail), (end, "")):
-            x, y = (at - began) / DAY_S, 100 * level / first
-            yield replace(base, x=x, y=y, series=LEVEL.name, drawn=CURVE, detail=detail, text=text)
+    scale = scale_of(series.unit, series.metric, [p.value for p in series.points])
+    segments = sorted({p.segment for p in series.points})
+    levels = [[p for p in series.points if p.segment == segment] for segment in segments]
+    means = [fmean(p.value for p in ours) for ours in levels]
+
+    def at(time: float, value: float) -> Point:
+        return replace(base, x=(time - began) / DAY_S, y=100 * value / means[0])
+
+    for p in series.points:
+        value = p.value * scale.factor
+        detail = f"{format_number(value, 3 if value < 100 else 0)} {scale.unit}\n{day(p.started_at)} UTC"
+        yield replace(at(p.started_at, p.value), series=LAUNCH.name, drawn=LONE, detail=detail, runs=(p.run,))
+    details = ["", *(f"{size_text(change)}; {differs_text(change)}" for change in series.changes)]
+    for ours, mean, detail in zip(levels, means, details, strict=True):
+        for time, text in ((ours[0].started_at, detail), (ours[-1].started_at, "")):
+            yield replace(at(time, mean), series=LEVEL.name, drawn=CURVE, detail=detail, text=text)

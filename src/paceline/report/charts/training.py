@@ -20,6 +20,7 @@ from paceline.report.charts.chart import (
     Rule,
     Series,
     in_full,
+    measured_point,
     numbered,
     strategies,
     thinned,
@@ -57,9 +58,7 @@ def throughput(report: Report) -> Iterator[Chart]:
 
 def peak_memory(report: Report) -> Iterator[Chart]:
     """Peaks against the capacity of the smallest device, or a note if it is far away."""
-    points = [
-        _bar(group, row, m, GIB, format_brief(m, GIB)) for group, row, m in _measured(report, "peak_memory_bytes")
-    ]
+    points = [_bar(group, row, m, GIB) for group, row, m in _measured(report, "peak_memory_bytes")]
     sizes = [gpu.get("memory_bytes") for machine in report.machines for gpu in machine.get("gpus") or ()]
     capacity = GIB.apply(min((float(size) for size in sizes if size), default=None))
     words = "Process with the highest peak of each cell; lower is better."
@@ -78,7 +77,7 @@ def wire(report: Report) -> Iterator[Chart]:
     scale = scale_of("bytes/step", WIRE, [m.value for m in (*(m for _, _, m in rows), *formula.values())])
     points = [
         replace(
-            _bar(group, row, m, scale, format_brief(m, scale)),
+            _bar(group, row, m, scale),
             expected=scale.apply(formula[row.cell].value) if row.cell in formula else None,
         )
         for group, row, m in rows
@@ -91,7 +90,7 @@ def wire(report: Report) -> Iterator[Chart]:
 def host_to_device(report: Report) -> Iterator[Chart]:
     rows = list(_measured(report, "h2d_bytes_per_s"))
     scale = scale_of("bytes/s", "h2d", [m.value for _, _, m in rows])
-    points = [_bar(group, row, m, scale, format_brief(m, scale)) for group, row, m in rows]
+    points = [_bar(group, row, m, scale) for group, row, m in rows]
     words = (
         "Rate while token batches are copied, from the device's timeline; higher is better. "
         "Whiskers are 95 % intervals."
@@ -111,19 +110,10 @@ def _bars(report: Report, name: str, title: str, subtitle: str, unit: str, point
     )
 
 
-def _bar(group: Group, row: Row, m: Measurement, scale: Scale, text: str) -> Point:
-    return Point(
-        y=scale.apply(m.value) or 0.0,
-        low=scale.apply(m.low),
-        high=scale.apply(m.high),
-        label=row.label,
-        group=": ".join((group.title, *group.warnings)),
-        series=row.label,
-        text=text,
-        detail=in_full(m, scale),
-        cells=(row.cell,),
-        runs=m.runs,
-    )
+def _bar(group: Group, row: Row, m: Measurement, scale: Scale, text: str | None = None) -> Point:
+    point = measured_point(m, scale)
+    heading = ": ".join((group.title, *group.warnings))
+    return replace(point, label=row.label, group=heading, series=row.label, text=point.text if text is None else text)
 
 
 def _measured(report: Report, metric: str) -> Iterator[tuple[Group, Row, Measurement]]:
@@ -214,19 +204,16 @@ def scaling(report: Report) -> Iterator[Chart]:
         points = []
         for p in ours:
             m, name = p.efficiency, names[p.series]
-            speedup = format_parts(p.speedup_ratio, None, None)[0]
+            point, speedup = measured_point(m, PERCENT), format_parts(p.speedup_ratio, None, None)[0]
             points.append(
-                Point(
+                replace(
+                    point,
                     x=p.world_size,
-                    y=PERCENT.apply(m.value) or 0.0,
-                    low=PERCENT.apply(m.low),
-                    high=PERCENT.apply(m.high),
                     series=name,
                     label=f"{name}, {axis_text('world_size', m.axes)}",
-                    text=f"{format_brief(m, PERCENT)} %",
+                    text=f"{point.text} %",
                     detail=f"{in_full(m)}\nspeed-up {speedup} over {baseline_name(report, p.baseline)}",
                     cells=(p.cell,),
-                    runs=m.runs,
                 )
             )
         yield Chart(

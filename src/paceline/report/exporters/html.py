@@ -5,23 +5,36 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any, TypeVar
 
-from paceline.analysis.findings import Report
+from paceline.analysis.findings import Certificate, Measurement, Report, RunFinding
+from paceline.analysis.findings.cell_axes import axis_text
+from paceline.errors import Scalar
 from paceline.host.files import write_atomically
 from paceline.report.answer import answer, grounds
-from paceline.report.charts import Chart, charts
-from paceline.report.exporters import _page_cells, _page_data
-from paceline.report.exporters._page_tables import block, bullets, folded, paragraph, render
+from paceline.report.charts import Chart, Point, charts
+from paceline.report.exporters._page_tables import about, block, bullets, folded, paragraph, render
 from paceline.report.sections import Section, sections
 from paceline.report.tables import table as tables
+from paceline.report.tables.table import Cell, Column, Table, measured_cell
+from paceline.report.text.cells import cell_name, varying_axes
+from paceline.wording import scale_of
 
+OfCell = TypeVar("OfCell", RunFinding, Measurement, Certificate)
+CELL_COLUMNS = (Column("metric"), Column("value", True), Column("unit"))
+# A sweep has thousands of rows per cell; its own tables show them.
+MOST_MEASUREMENTS = 60
+# Beyond this many runs, valid certificates are one line each: 500 tables are megabytes.
+MOST_CERTIFICATES = 200
+DIGITS = 6  # far beyond what an axis shows
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
 # Rows of a folded table; report.json has all.
 MOST_ROWS = 1000
@@ -70,7 +83,7 @@ def text(report: Report) -> str:
         title=escape(f"{report.title}: Paceline report"),
         style=asset("page.css"),
         body="\n".join(part for part in _parts(report, found) if part),
-        data=_page_data.text(report, found),
+        data=_data(report, found),
         scripts="\n".join(f"<script>{source}</script>" for source in sources),
     )
 
@@ -88,7 +101,7 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
         for section in sections(report, found)
         if section.name != "certificates"  # the badge and the panels of the cells show them
     ]
-    if panels := "".join(_page_cells.panels(report)):
+    if panels := "".join(_panels(report)):
         text = "How each cell ended, the command and experiment that repeat it, its measurements and its certificate."
         method = next((i for i, (name, _, _) in enumerate(shown) if name == "method"), len(shown))
         shown.insert(method, ("cells", "Every cell", paragraph(text, "quiet") + panels))
@@ -160,3 +173,151 @@ def _section(section: Section, linked: set[str]) -> str:
         *(folded(title, bullets(lines)) for title, lines in section.bullets),
     )
     return "".join(parts)
+
+
+# --- cells: how each ended, how to repeat it, its measurements and certificates ---
+
+
+def _panels(report: Report) -> Iterator[str]:
+    """Every requested cell by name, because runs are shuffled; references are left out."""
+    named = varying_axes(report)
+    runs = _by_cell(run for run in report.runs if not run.is_reference)
+    measured, doubted = _by_cell(report.measurements), _by_cell(report.doubted)
+    certificates = _by_cell(report.certificates)
+    recipes = {recipe.cell: recipe for recipe in report.recipes}
+    names = {cell: cell_name(report, cell, ours[0].axes, named) for cell, ours in runs.items()}
+    for cell, ours in sorted(runs.items(), key=lambda item: names[item[0]]):
+        parts = [paragraph(reason, "bad") for reason in dict.fromkeys(run.reason or "" for run in ours)]
+        if recipe := recipes.get(cell):
+            file = escape(recipe.file)
+            parts += (
+                f'<h4>Command</h4><div class="recipe"><pre tabindex="0">{escape(recipe.command)}</pre></div>',
+                f'<h4>{file}</h4><div class="recipe" data-file="{file}">',
+                f'<pre tabindex="0">{escape(recipe.experiment)}</pre></div>',
+            )
+        parts.append(_measurements(measured.get(cell, ())))
+        if found := doubted.get(cell):
+            parts += (paragraph("Unreliable, excluded from comparisons:", "bad"), _measurements(found))
+        for certificate in certificates.get(cell, ()):
+            title = f"{tables.TICK if certificate.valid else tables.CROSS} certificate of {certificate.run}"
+            # A run that is not certified always shows all its checks.
+            if certificate.valid and len(report.certificates) > MOST_CERTIFICATES:
+                parts.append(paragraph(f"{title}: {len(certificate.checks)} checks agree.", "quiet"))
+            else:
+                parts.append(folded(title, tables.checks(certificate)))
+        counts = Counter(run.status for run in ours)
+        ended = escape(", ".join(f"{n} {status}" for status, n in counts.items()))
+        badge = f'<span class="{"quiet" if set(counts) == {"ok"} else "bad"}">{ended}</span>'
+        opening = f'<details class="cell" id="cell-{escape(cell)}"{about((cell,))}>'
+        yield f"{opening}<summary><b>{escape(names[cell])}</b>{badge}</summary>{''.join(parts)}</details>"
+
+
+def _by_cell(found: Iterable[OfCell]) -> dict[str, list[OfCell]]:
+    by_cell: dict[str, list[OfCell]] = {}
+    for one in found:
+        by_cell.setdefault(one.cell, []).append(one)
+    return by_cell
+
+
+def _measurements(found: Sequence[Measurement]) -> str:
+    """Measurements with a value; the names of the others, so that nothing missing goes unnoticed."""
+    if len(found) > MOST_MEASUREMENTS:
+        return paragraph(f"{len(found):,} measurements: see the tables above and metrics.csv.", "quiet")
+    known = [m for m in found if m.value is not None]
+    missing = [m.metric for m in found if m.value is None]
+    scales = [scale_of(m.unit, m.metric, (m.value,)) for m in known]
+    rows = tuple(
+        (Cell(m.metric), measured_cell(m, scale), Cell(scale.unit)) for m, scale in zip(known, scales, strict=True)
+    )
+    counts = dict.fromkeys(f"{m.n} samples of {m.launches} launch{'' if m.launches == 1 else 'es'}." for m in known)
+    absent = (f"Not measured: {', '.join(missing)}.",) if missing else ()
+    return render(Table("", CELL_COLUMNS, rows, (*counts, *absent))) if found else ""
+
+
+# --- data of the page's script: charts, the axes to filter by, and the value of each cell on them ---
+
+
+def _data(report: Report, charts: Sequence[Chart]) -> str:
+    """JSON without `<`, so that it cannot end its element."""
+    words = Words()
+    numbers = {run.run: i for i, run in enumerate(report.runs)}
+    drawn = [
+        _fields(chart)
+        | {
+            "points": [_point(point, words, numbers) for point in chart.points],
+            "series": list(map(_fields, chart.series)),
+        }
+        for chart in charts
+    ]
+    # Only axes that vary; of those that divide the cells alike only the first.
+    cells = {run.cell: run for run in report.runs if not run.is_reference}
+    axes, seen = [], set[tuple[int, ...]]()
+    for name in dict.fromkeys(name for run in cells.values() for name in run.axes):
+        # Numbers by size, then texts, missing values last.
+        values = sorted({run.axes.get(name) for run in cells.values()}, key=_order)
+        indexes = tuple(values.index(run.axes.get(name)) for run in cells.values())
+        if len(values) > 1 and indexes not in seen:
+            seen.add(indexes)
+            axes.append((name, values, indexes))
+    device = next((run.axes.get("device") for run in cells.values()), None)
+    value = {
+        "charts": drawn,
+        "runs": list(numbers),
+        "axes": [
+            {"name": name.replace("_", " "), "values": [_value_text(name, value, device) for value in values]}
+            for name, values, _ in axes
+        ],
+        "cells": {cell: [indexes[i] for _, _, indexes in axes] for i, cell in enumerate(cells)},
+        "words": list(words.numbers),
+    }
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _order(value: Scalar) -> tuple[int, float, str]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, value, ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+
+def _value_text(name: str, value: Scalar, device: Scalar) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return axis_text(name, {name: value, "device": device}) if name == "world_size" else str(value)
+
+
+class Words:
+    """Texts by number: points of hundreds of cells share most of theirs, so each is written once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def _point(point: Point, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Texts and runs as numbers; detail line by line."""
+    fields = _fields(point)
+    fields |= {name: words.number(fields[name]) for name in ("label", "group", "series") if name in fields}
+    fields["cells"] = [words.number(cell) for cell in point.cells]
+    if point.detail:
+        fields["detail"] = [words.number(line) for line in point.detail.split("\n")]
+    if point.runs:
+        fields["runs"] = [numbers[run] for run in point.runs if run in numbers]
+    return fields
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults, which the script knows."""
+    found = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: _plain(inner) for name, (inner, default) in found.items() if inner != default}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -1,14 +1,12 @@
-"""Gauges of GPUs and hosts during the runs, as a table and as curves on one axis."""
+"""Gauges of GPUs and hosts during the runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from paceline.analysis.findings import DeviceGauges, GaugeTrace, Report
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, without_empty
-from paceline.report.text.cells import axes_of, cell_name, varying_axes
 from paceline.wording import MISSING, format_number
 
 GIB, MHZ = 2.0**-30, 1e-6
@@ -16,9 +14,6 @@ GIB, MHZ = 2.0**-30, 1e-6
 
 def device_name(found: DeviceGauges | GaugeTrace) -> str:
     return f"{found.host}, " + ("processors" if found.device is None else f"GPU {found.device}")
-
-
-# --- the table ---
 
 
 def tables(report: Report) -> tuple[Table, ...]:
@@ -67,45 +62,3 @@ _COLUMNS: tuple[Filled[DeviceGauges], ...] = (
     (Column("clock least / median, MHz", True), _pair("clock_min_hz", "clock_median_hz", MHZ)),
     (Column("throttled"), _throttled),
 )
-
-
-# --- the curves ---
-
-
-class Curve(NamedTuple):
-    """One gauge of a trace on the common axis of 0 to 100; name is that of the gauge."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
-# With their indexes in the palette; index 1 is for throttled stretches.
-GAUGES = {"power, % of the cap": 0, "clock, % of its maximum": 2, "busy, %": 5, "temperature, C": 3}
-
-
-def curves(trace: GaugeTrace) -> tuple[Curve, ...]:
-    """Power and clock as shares of the machine's limits, or of the highest reading if those are unknown."""
-    shares: tuple[tuple[Iterable[float | None], float | None], ...] = (
-        (trace.power_w, trace.power_cap_w),
-        (trace.clock_hz, trace.clock_max_hz),
-        (trace.busy_ratio, 1.0),
-        (trace.temperature_c, 100.0),
-    )
-    found = []
-    for name, (values, whole) in zip(GAUGES, shares, strict=True):
-        known = [(at, value) for at, value in zip(trace.seconds, values, strict=True) if value is not None]
-        if most := whole or max((value for _, value in known), default=0.0):
-            found.append(Curve(name, tuple((at, 100 * value / most) for at, value in known)))
-    return tuple(curve for curve in found if curve.points)
-
-
-def trace_title(report: Report, trace: GaugeTrace) -> str:
-    """The cell and the device; only the device if one cell is drawn."""
-    if len(drawn(report)) == 1:
-        return device_name(trace)
-    cell = cell_name(report, trace.cell, axes_of(report, trace.cell) or {}, varying_axes(report)) or trace.run
-    return f"{cell}: {device_name(trace)}"
-
-
-def drawn(report: Report) -> tuple[GaugeTrace, ...]:
-    return tuple(trace for trace in report.gauge_traces if curves(trace))

@@ -1,16 +1,12 @@
-"""Cells over time as text: one sentence, every series with its latest level, every change with what else changed.
-
-`chart_points` is the same as plain numbers, for whatever draws it.
-"""
+"""Cells over time as text: one sentence, every series with its latest level, every change with what else changed."""
 
 from __future__ import annotations
 
 import datetime
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from paceline.analysis.findings import WORSE, ChangePoint, HistorySeries, Report
+from paceline.analysis.findings import WORSE, ChangePoint, HistorySeries
 from paceline.report.tables.comparison import differences_text, percent_text
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.wording import MISSING, format_parts, scale_of
@@ -50,8 +46,8 @@ def _change_text(series: HistorySeries, change: ChangePoint) -> str:
     what = f"{series.metric} of {series.label}"
     later = series.changes[series.changes.index(change) + 1 :]
     if not later:
-        return f"{what} is {_size(change)} since {day(change.after_at)} UTC"
-    then = f"{what} was {_size(change)} from {day(change.after_at)} to {day(later[0].before_at)} UTC"
+        return f"{what} is {size_text(change)} since {day(change.after_at)} UTC"
+    then = f"{what} was {size_text(change)} from {day(change.after_at)} to {day(later[0].before_at)} UTC"
     now = math.prod(each.ratio for each in (change, *later))
     if (now < 1) != (change.ratio < 1) or abs(now - 1) < RECOVERED_WITHIN:
         return f"{then}; recovered since"
@@ -62,7 +58,7 @@ def _count(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def _size(change: ChangePoint) -> str:
+def size_text(change: ChangePoint) -> str:
     size, interval = percent_text(change.ratio, change.low, change.high)
     return f"{size} {_way(change.ratio)} ({interval})"
 
@@ -131,46 +127,3 @@ def _series(found: Sequence[HistorySeries]) -> Table | None:
         ),
     )
     return filled("Cells over time", found, columns)
-
-
-# --- for charts ---
-
-
-@dataclass(frozen=True, slots=True)
-class ChartPoints:
-    """One series ready to draw: times in seconds since 1970, values in `unit`, its levels and what changed where.
-
-    levels are (first time, last time, value) of each segment; marks are (time between the launches, text).
-    """
-
-    title: str
-    unit: str
-    times: tuple[float, ...]
-    values: tuple[float, ...]
-    runs: tuple[str, ...]
-    levels: tuple[tuple[float, float, float], ...]
-    marks: tuple[tuple[float, str], ...]
-
-
-def chart_points(report: Report) -> tuple[ChartPoints, ...]:
-    """Every history of the report; none if no cell has enough launches."""
-    return tuple(map(points_of, report.histories))
-
-
-def points_of(series: HistorySeries) -> ChartPoints:
-    values = [p.value for p in series.points]
-    scale = scale_of(series.unit, series.metric, values)
-    levels = []
-    for segment in sorted({p.segment for p in series.points}):
-        ours = [p for p in series.points if p.segment == segment]
-        mean = sum(p.value for p in ours) / len(ours)
-        levels.append((ours[0].started_at, ours[-1].started_at, mean * scale.factor))
-    return ChartPoints(
-        title=f"{series.label}: {series.metric}",
-        unit=scale.unit,
-        times=tuple(p.started_at for p in series.points),
-        values=tuple(value * scale.factor for value in values),
-        runs=tuple(p.run for p in series.points),
-        levels=tuple(levels),
-        marks=tuple(((c.before_at + c.after_at) / 2, f"{_size(c)}; {differs_text(c)}") for c in series.changes),
-    )

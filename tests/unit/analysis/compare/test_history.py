@@ -143,9 +143,8 @@ def test_the_report_counts_earlier_launches_in_histories_only(days: Builder, gol
     assert len(report.runs) == 3
     assert report.notes == golden
     assert build(newest, title="t").histories == ()
-    (points,) = [p for p in present.chart_points(report) if p.unit == "tokens/s"]
-    assert len(points.times) == len(points.values) == 6
-    assert len(points.levels) == 1
+    (chart,) = [c for c in charts(report) if c.name == "history_tokens_per_s"]
+    assert [p.series for p in chart.points] == ["launch"] * 6 + ["level"] * 2
 
 
 def test_the_chart_names_the_change(days: Builder) -> None:

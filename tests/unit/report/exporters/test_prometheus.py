@@ -12,7 +12,7 @@ import pytest
 
 from paceline.analysis.findings import Report
 from paceline.report.exporters import prometheus
-from paceline.report.exporters._prometheus_text import Family, metric_name, render
+from paceline.report.exporters.prometheus import Family, metric_name, render
 
 SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(\{[a-z_]\w*="(?:[^"\\\n]|\\.)*"(?:,[a-z_]\w*="(?:[^"\\\n]|\\.)*")*\})? \S+')
 
