@@ -129,17 +129,15 @@ def _can_write(folder: str | None) -> bool:
 def problems(facts: Mapping[str, Any], constraints: str) -> list[str]:
     """Return sentences about what is wrong with an image. Pinned packages that it does not contain are ignored, because
     linters are pinned too."""
-    wrong = []
-    if facts["uid"] == 0:
-        wrong.append("it runs as root; expected another user")
-    if facts["build_tools"]:
-        wrong.append(f"it contains build tools: {', '.join(facts['build_tools'])}; expected none")
-    if facts["paceline"] != __version__:
-        wrong.append(f"it has Paceline {facts['paceline']}; expected {__version__}")
-    if facts["unwritable"]:
-        wrong.append(f"{', '.join(facts['unwritable'])} cannot be written under a read-only root")
-    if "torch" not in facts["versions"]:
-        wrong.append("it has no torch")
+    tools, unwritable, theirs = ", ".join(facts["build_tools"]), ", ".join(facts["unwritable"]), facts["paceline"]
+    checks = (
+        (facts["uid"] == 0, "it runs as root; expected another user"),
+        (tools, f"it contains build tools: {tools}; expected none"),
+        (theirs != __version__, f"it has Paceline {theirs}; expected {__version__}"),
+        (unwritable, f"{unwritable} cannot be written under a read-only root"),
+        ("torch" not in facts["versions"], "it has no torch"),
+    )
+    wrong = [sentence for is_wrong, sentence in checks if is_wrong]
     for package, version in _PIN.findall(constraints):
         name = package.lower().replace("_", "-")
         # A build of torch appends its CUDA version.

@@ -188,9 +188,23 @@ def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest
     if chosen.results_claim:
         arguments.append(f"--run-dir={RESULTS}/{name}")
     gpus = {chosen.gpu_resource: str(chosen.gpus)} if chosen.gpus else {}
+    plain = {
+        **_HOME,
+        **rank_environment(chosen.threads),
+        **chosen.variables(),
+        "PACELINE_NODES": str(spec.topology.nodes),
+        "PACELINE_MASTER": master,
+        "PACELINE_SPEC": spec_text(spec),
+    }
+    env = [_variable(key, value) for key, value in plain.items()]
+    fields = {"PACELINE_NODE_RANK": _INDEX, "PACELINE_NODE": "spec.nodeName", placement.ATTEMPT: _JOB_UID}
+    env += [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()]
+    for key, source in (chosen.secret_env or {}).items():
+        secret = {"name": source["secret"], "key": source["key"]}
+        env.append({"name": key, "valueFrom": {"secretKeyRef": secret}})
     container = {
         **_container(chosen, arguments),
-        "env": _environment(spec, chosen, master),
+        "env": env,
         "ports": [{"name": "rendezvous", "containerPort": chosen.port}],
         "resources": {
             "requests": {"cpu": _cores(chosen.cpu_request), "memory": chosen.memory_request, **gpus},
@@ -292,26 +306,6 @@ def _pod(chosen: Options, name: str) -> Manifest:
 
 def _cores(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{round(number * 1000)}m"
-
-
-def _environment(spec: RunSpec, chosen: Options, master: str) -> list[Manifest]:
-    plain = {
-        **_HOME,
-        **rank_environment(chosen.threads),
-        **chosen.variables(),
-        "PACELINE_NODES": str(spec.topology.nodes),
-        "PACELINE_MASTER": master,
-        "PACELINE_SPEC": spec_text(spec),
-    }
-    fields = {"PACELINE_NODE_RANK": _INDEX, "PACELINE_NODE": "spec.nodeName", placement.ATTEMPT: _JOB_UID}
-    return [
-        *(_variable(name, value) for name, value in plain.items()),
-        *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
-        *(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": source["secret"], "key": source["key"]}}}
-            for name, source in (chosen.secret_env or {}).items()
-        ),
-    ]
 
 
 def _variable(name: str, value: str) -> Manifest:

@@ -35,6 +35,7 @@ from paceline.host import machine
 from paceline.host.processes import end_all, end_with_parent
 from paceline.host.scratch import own_folder
 from paceline.launchers.node import log_transport, placement, rendezvous
+from paceline.launchers.node.placement import NodePosition
 from paceline.results import store
 from paceline.results.records import Outcome, Status
 
@@ -145,11 +146,11 @@ class Node:
     """This node, from its first line of output to its last."""
 
     def __init__(
-        self, spec: RunSpec, place: placement.Place, arguments: argparse.Namespace, link: ControllerLink | None
+        self, spec: RunSpec, position: NodePosition, arguments: argparse.Namespace, link: ControllerLink | None
     ) -> None:
-        self.spec, self.place, self.arguments, self.link = spec, place, arguments, link
+        self.spec, self.position, self.arguments, self.link = spec, position, arguments, link
         self.host = placement.node_name(os.environ)
-        self.sender = log_transport.Sender(None, place.node) if arguments.relay else None
+        self.sender = log_transport.Sender(None, position.node) if arguments.relay else None
         self.output = Output(sys.stdout.fileno(), self.sender.keep if self.sender else None)
 
     def live(self, spec_text: str) -> int:
@@ -180,7 +181,7 @@ class Node:
     def work(self, run_dir: Path) -> int:
         """Wait for the other nodes and run the ranks. A failure becomes the outcome of the first rank."""
         if self.arguments.brought:
-            own = log_transport.own_files(self.spec, self.place.node, self.host)
+            own = log_transport.own_files(self.spec, self.position.node, self.host)
             # An outcome of an earlier attempt must not be taken for this one's.
             for stale in log_transport.carried(run_dir, own):
                 stale.unlink()
@@ -200,19 +201,19 @@ class Node:
 
     def rendezvous(self) -> dict[str, str]:
         """Wait until all nodes have arrived. Returns variables that name the interface that connects them."""
-        place, spec = self.place, self.spec
+        position, spec = self.position, self.spec
         wanted = spec.topology.world_size if self.arguments.per_rank else spec.topology.nodes
-        if place.nodes != wanted:
-            raise RequestError(f"the engine started {place.nodes} nodes, but the spec has {wanted}")
+        if position.nodes != wanted:
+            raise RequestError(f"the engine started {position.nodes} nodes, but the spec has {wanted}")
         names = ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if spec.topology.device == "cuda" else ()))
         rendezvous.check_interfaces(os.environ, names)
-        if place.nodes == 1:
+        if position.nodes == 1:
             return {}
         member = rendezvous.Member(
             key=f"{spec.run_id} {os.environ.get(placement.ATTEMPT, '')}",
-            node=place.node,
-            nodes=place.nodes,
-            master=place.master,
+            node=position.node,
+            nodes=position.nodes,
+            master=position.master,
             port=self.arguments.port,
             host=self.host,
         )
@@ -225,7 +226,7 @@ class Node:
     def run_ranks(self, run_dir: Path, network: dict[str, str]) -> int:
         """Start the ranks of this node and wait for them. However this function ends, the ranks end too."""
         child = subprocess.Popen(
-            command(self.spec, run_dir, self.place, self.arguments),
+            command(self.spec, run_dir, self.position, self.arguments),
             env={**os.environ, **network},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -262,7 +263,7 @@ class Node:
         """Record why no rank was started, as the outcome of the node's first rank."""
         now = time.time()
         outcome = Outcome(
-            rank=self.place.node * (1 if self.arguments.per_rank else self.spec.topology.processes_per_node),
+            rank=self.position.node * (1 if self.arguments.per_rank else self.spec.topology.processes_per_node),
             status=Status.FAILED,
             error=sentence,
             host=self.host,
@@ -296,21 +297,21 @@ def request_stacks(run_dir: Path) -> None:
     time.sleep(STACKS_S if pids else 0)
 
 
-def command(spec: RunSpec, run_dir: Path, place: placement.Place, arguments: argparse.Namespace) -> list[str]:
+def command(spec: RunSpec, run_dir: Path, position: NodePosition, arguments: argparse.Namespace) -> list[str]:
     """Return the command that starts the ranks of this node."""
     words = [sys.executable, "-m", arguments.runner, f"--log-dir={os.devnull}"]
     words += [f"--nproc-per-node={spec.topology.processes_per_node}"]
-    if place.nodes == 1:
+    if position.nodes == 1:
         # If the host name does not resolve, torchrun would wait for itself for minutes.
         words += ["--standalone", "--local-addr=127.0.0.1"]
     elif arguments.rendezvous == "c10d":
-        first = "true" if place.node == 0 else "false"
-        endpoint = f"{place.master}:{arguments.port}"
-        words += [f"--nnodes={place.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+        first = "true" if position.node == 0 else "false"
+        endpoint = f"{position.master}:{arguments.port}"
+        words += [f"--nnodes={position.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         words += [f"--rdzv-id={spec.run_id}", f"--rdzv-conf=is_host={first}"]
     else:
-        words += [f"--nnodes={place.nodes}", f"--node-rank={place.node}"]
-        words += [f"--master-addr={place.master}", f"--master-port={arguments.port}"]
+        words += [f"--nnodes={position.nodes}", f"--node-rank={position.node}"]
+        words += [f"--master-addr={position.master}", f"--master-port={arguments.port}"]
     return [*words, "-m", "paceline.workloads.worker", str(run_dir)]
 
 

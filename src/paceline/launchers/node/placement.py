@@ -29,7 +29,7 @@ def shares_gpu(environ: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NodePosition:
     """This node among the nodes of its job. master: name or address of node 0, where the ranks rendezvous."""
 
     node: int
@@ -52,11 +52,11 @@ _ENGINES: dict[str, tuple[str, str, str]] = {
 }
 
 
-def here(environ: Mapping[str, str]) -> Place:
+def here(environ: Mapping[str, str]) -> NodePosition:
     """Return the placement that the environment describes; without an engine, the only node of its job.
 
     >>> here({"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[3-4]"})
-    Place(node=1, nodes=2, master='gpu3', engine='slurm')
+    NodePosition(node=1, nodes=2, master='gpu3', engine='slurm')
     """
     for engine, names in _ENGINES.items():
         node, nodes, master = (environ.get(name, "").strip() for name in names)
@@ -65,8 +65,8 @@ def here(environ: Mapping[str, str]) -> Place:
             first = environ.get("PACELINE_MASTER") or first_host(master) if engine == "slurm" else master
             if int(node) >= int(nodes):
                 raise RequestError(f"environment ({engine}): got node rank {node}, expected a number below {nodes}.")
-            return Place(node=int(node), nodes=int(nodes), master=first, engine=engine)
-    return Place(node=0, nodes=1, master="127.0.0.1", engine="none")
+            return NodePosition(node=int(node), nodes=int(nodes), master=first, engine=engine)
+    return NodePosition(node=0, nodes=1, master="127.0.0.1", engine="none")
 
 
 def first_host(nodelist: str) -> str:

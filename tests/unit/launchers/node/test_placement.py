@@ -24,7 +24,7 @@ SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": 
     ],
 )
 def test_every_engine(environ: dict[str, str], node: int, nodes: int, master: str, engine: str) -> None:
-    assert placement.here(environ) == placement.Place(node=node, nodes=nodes, master=master, engine=engine)
+    assert placement.here(environ) == placement.NodePosition(node=node, nodes=nodes, master=master, engine=engine)
 
 
 def test_a_number_beyond_the_job_is_refused(golden: object) -> None:

@@ -171,7 +171,7 @@ def test_forwarded_variables_reach_ranks_and_no_command(
     assert first["HF_TOKEN"] == second["HF_TOKEN"] == "hf_abcdefghijklmnop"
     assert first["NCCL_DEBUG"] == "WARN"
     assert "abcdefgh" not in str(ssh.prepare(spec, Path("/out/test/RUN")))
-    assert placement.here(second) == placement.Place(node=1, nodes=2, master="gpu1", engine="paceline")
+    assert placement.here(second) == placement.NodePosition(node=1, nodes=2, master="gpu1", engine="paceline")
 
 
 def test_an_address_and_an_interface_of_its_own(make_spec: Make) -> None:
