@@ -265,10 +265,8 @@ class Sessions:
             self.listen()
             time.sleep(0.05)
         for connection in self._connections:
-            if connection.code is None:
-                connection.code = connection.end(0.0)
-        for connection in self._connections:
-            connection.end(0.0)
+            code = connection.end(0.0)
+            connection.code = code if connection.code is None else connection.code
 
     def close(self) -> None:
         self._log.close()

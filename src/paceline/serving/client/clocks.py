@@ -49,13 +49,11 @@ class Bridge:
     @classmethod
     def measured(cls, tries: int = 20) -> Bridge:
         """The tightest of a few readings of one clock between two readings of the other."""
-        best: Bridge | None = None
+        readings = []
         for _ in range(tries):
             before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-            reading = cls(wall - (before + after) // 2, (after - before) // 2)
-            best = reading if best is None or reading.doubt_ns < best.doubt_ns else best
-        assert best is not None
-        return best
+            readings.append(cls(wall - (before + after) // 2, (after - before) // 2))
+        return min(readings, key=lambda reading: reading.doubt_ns)
 
 
 class _Timespec(ctypes.Structure):
