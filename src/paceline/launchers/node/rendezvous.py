@@ -138,9 +138,17 @@ def _attend(member: Member, patience_s: float) -> str:
     while True:
         connection, problem = connect(member.master, member.port)
         if connection is not None:
-            with connection:
-                own = plain(connection.getsockname()[0])
-                answer = _await_answer(member, connection, own, patience_s)
+            own = plain(connection.getsockname()[0])
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            # Node 0 connects back to this port. Connections complete without being accepted.
+            with connection, socket.create_server((own, 0), family=family) as callback:
+                back = {"address": own, "port": int(callback.getsockname()[1])}
+                _send(connection, {"key": member.key, "node": member.node, "host": member.host, **back})
+                # Node 0 may have started later than this node, so its patience counts from here on.
+                connection.settimeout(patience_s + 2 * MARGIN_S)
+                answer = _receive(connection)
+            if "failed" in answer:
+                raise LaunchError(f"node 0 gave up: {answer['failed']}")
             if "go" in answer:
                 # A node that connected by loopback is on node 0's host and has its address.
                 return str(answer["go"]) if _is_loopback(own) else own
@@ -151,23 +159,6 @@ def _attend(member: Member, patience_s: float) -> str:
         if time.monotonic() > deadline:
             raise LaunchError(f"{problem} (tried for {patience_s:g} s)")
         time.sleep(RETRY_S)
-
-
-def _await_answer(member: Member, connection: socket.socket, own: str, patience_s: float) -> dict[str, Any]:
-    """Return node 0's answer, empty if there is none. Raises LaunchError at once if node 0 reports a failure.
-
-    Node 0 may have started later than this node, so its patience counts from here on. It connects back to a port that
-    is open meanwhile; connections complete without being accepted.
-    """
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    with socket.create_server((own, 0), family=family) as callback:
-        port = int(callback.getsockname()[1])
-        _send(connection, {"key": member.key, "node": member.node, "host": member.host, "address": own, "port": port})
-        connection.settimeout(patience_s + 2 * MARGIN_S)
-        answer = _receive(connection)
-    if "failed" in answer:
-        raise LaunchError(f"node 0 gave up: {answer['failed']}")
-    return answer
 
 
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:

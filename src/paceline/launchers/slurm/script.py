@@ -192,11 +192,14 @@ def render(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> str:
     lines += chosen.setup or ()
     if may_go_on(spec, chosen):
         lines += [f'echo "{BEGIN}$SLURM_JOB_NODELIST"']
-    lines += [
-        f"{shlex.join(step(spec, chosen, name, run_dir))} --port=$port",
-        "code=$?",
-        *_farewell(chosen, name, run_dir),
-    ]
+    lines += [f"{shlex.join(step(spec, chosen, name, run_dir))} --port=$port", "code=$?"]
+    if chosen.shared:
+        # For a controller that asks after Slurm has forgotten the job.
+        lines += [f'printf "%s %s\\n" "$SLURM_JOB_ID" "$code" > {shlex.quote(str(run_dir / EXIT))}']
+    elif chosen.output is None:
+        first = node_output(shlex.quote(chosen.scratch), name, '"$SLURM_JOB_ID"', 0)
+        lines += ["# The controller removes this file once it has it. Released nodes may never be available again."]
+        lines += [f"for _ in {{1..{LINGER_S}}}; do", f"  [ -e {first} ] || break", "  sleep 1", "done"]
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
@@ -286,15 +289,3 @@ def _directive(option: str, value: str) -> str:
         return f"--{option}={value}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'--{option}="{escaped}"'
-
-
-def _farewell(chosen: Options, name: str, run_dir: Path) -> list[str]:
-    """Record the exit code, for a controller that asks after Slurm has forgotten the job."""
-    if chosen.shared:
-        path = shlex.quote(str(run_dir / EXIT))
-        return [f'printf "%s %s\\n" "$SLURM_JOB_ID" "$code" > {path}']
-    if chosen.output is not None:
-        return []
-    first = node_output(shlex.quote(chosen.scratch), name, '"$SLURM_JOB_ID"', 0)
-    waiting = "# The controller removes this file once it has it. Released nodes may never be available again."
-    return [waiting, f"for _ in {{1..{LINGER_S}}}; do", f"  [ -e {first} ] || break", "  sleep 1", "done"]

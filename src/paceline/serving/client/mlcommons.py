@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -198,23 +198,19 @@ def read_back(detail: Path) -> Conclusion:
         raise UnsupportedError(f"LoadGen wrote no verdict; see {detail.name} in the run directory")
     numbers = {key: value for key, value in entries.items() if type(value) in (int, float)}
     settings = {key.removeprefix("effective_"): each for key, each in entries.items() if key.startswith("effective_")}
+    reasons = [text for key, text in _TESTS.items() if entries.get(key) is False]
+    if entries.get("early_stopping_met") is False:
+        outcomes = " ".join(str(entries.get(f"early_stopping_{limit}_result", "")) for limit in ("ttft", "tpot"))
+        parts = [" ".join(part.split()) for part in outcomes.split(" * ")]
+        words = " ".join(part for part in parts if part and part not in _EMPTY_PHRASES)
+        reasons.append(f"early stopping: {words.rstrip('.')}")
     for limit in ("ttft_latency", "tpot_latency"):
         if f"requested_{limit}" in entries:
             settings[limit] = entries[f"requested_{limit}"]
     return Conclusion(
         version=str(entries.get("loadgen_version", "")).partition(" ")[0],
         verdict=verdict,
-        reasons=tuple(_reasons(entries)),
+        reasons=tuple(reasons),
         settings={key: value for key, value in settings.items() if isinstance(value, str | int | float)},
         numbers={k.removeprefix("result_"): float(v) for k, v in numbers.items() if k.startswith("result_")},
     )
-
-
-def _reasons(entries: Mapping[str, Any]) -> Iterator[str]:
-    """The tests that failed, and what early stopping says about them."""
-    yield from (text for key, text in _TESTS.items() if entries.get(key) is False)
-    if entries.get("early_stopping_met") is False:
-        results = " ".join(str(entries.get(f"early_stopping_{limit}_result", "")) for limit in ("ttft", "tpot"))
-        parts = [" ".join(part.split()) for part in results.split(" * ")]
-        words = " ".join(part for part in parts if part and part not in _EMPTY_PHRASES)
-        yield f"early stopping: {words.rstrip('.')}"

@@ -38,6 +38,8 @@ class Decoding:
     """`read` and `step` return tokens on this host, in the order of rows (slots). heads: key heads on this device."""
 
     def __init__(self, model: Any, *, slots: int, length: int, reaches: Sequence[int], heads: int, width: int) -> None:
+        from transformers import AttentionInterface
+
         self.model, self.length, self.reaches = model, length, tuple(reaches)
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
@@ -47,22 +49,17 @@ class Decoding:
         self.current = Pass(self.positions, torch.arange(slots, device=self.device), length)
         self._flash = has_flash(self.dtype, self.device, width)
         self._graphs: dict[int, Callable[[], None]] = {}
-        self._install_attention(heads, width)
-
-    def _install_attention(self, heads: int, width: int) -> None:
-        from transformers import AttentionInterface
-
         AttentionInterface.register(ATTENTION, attend)
-        self.model.config._attn_implementation = ATTENTION
-        named = (part for part in self.model.modules() if type(part).__name__.endswith("Attention"))
+        model.config._attn_implementation = ATTENTION
+        named = (part for part in model.modules() if type(part).__name__.endswith("Attention"))
         attentions = [part for part in named if hasattr(part, "layer_idx")]
-        if len(attentions) != self.model.config.num_hidden_layers:
+        if len(attentions) != model.config.num_hidden_layers:
             raise UnsupportedError(
-                f"{type(self.model).__name__} has {len(attentions)} attentions that can keep keys for "
-                f"{self.model.config.num_hidden_layers} layers: this engine needs one in each"
+                f"{type(model).__name__} has {len(attentions)} attentions that can keep keys for "
+                f"{model.config.num_hidden_layers} layers: this engine needs one in each"
             )
         for part in attentions:
-            size = (len(self.positions), self.length, heads, width)
+            size = (slots, length, heads, width)
             part.key_value_cache = KeyValueCache(size, self.dtype, self.device, self.current)
 
     @property

@@ -38,8 +38,13 @@ def open_model(settings: Settings, rank: int, device: torch.device) -> Any:
                 # GPT-2 calls its norms ln, which `initial_values` does not know.
                 kind = "norm." if isinstance(module, nn.LayerNorm) else ""
                 value = values(f"{path}.{kind}{key}", parameter)
-                if path in sides:
-                    value = _part(key, value, sides[path], rank, settings.tensor_parallel)
+                side = sides.get(path)
+                if key == "bias" and side == 1:
+                    # The product is summed over ranks, so only rank 0 adds the bias.
+                    value = value if rank == 0 else torch.zeros_like(value)
+                elif side is not None:
+                    parts = value.tensor_split(settings.tensor_parallel, dim=0 if key == "bias" else side)
+                    value = parts[rank].clone()
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
     body = model.get_decoder()
     if hasattr(body, "rotary_emb"):
@@ -148,13 +153,6 @@ def sides_of(model: Any) -> dict[str, int]:
     if not model.config.tie_word_embeddings:
         sides["lm_head"] = 0
     return sides
-
-
-def _part(key: str, value: Tensor, side: int, rank: int, size: int) -> Tensor:
-    """The part of this rank. If a product is summed over ranks, only rank 0 adds the bias."""
-    if key == "bias" and side == 1:
-        return value if rank == 0 else torch.zeros_like(value)
-    return value.tensor_split(size, dim=0 if key == "bias" else side)[rank].clone()
 
 
 def _sum(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
