@@ -163,8 +163,17 @@ def preflight(chosen: Options) -> None:
 
 def survey(cluster: Cluster, chosen: Options, *, limit_s: float, pods: bool = True) -> Iterator[Diagnosis]:
     """Yield the answers of `cluster check`, in the order in which a user would fix them. pods: also start two."""
-    yield (first := _version(cluster))
-    if first.ok is False:
+    try:
+        version = cluster.call("get", "version", "VersionApi", "get_code")
+    except LaunchError as trouble:
+        text, command = split_hint(trouble)
+        yield Diagnosis(name="api server", ok=False, text=text, fix=f"try: {command or 'kubectl cluster-info'}")
+        return
+    is_supported = tuple(int(re.sub(r"\D.*", "", version[key]) or 0) for key in ("major", "minor")) >= OLDEST
+    text = f"{version.get('gitVersion', 'unknown')} at {cluster.client.configuration.host}"
+    fix = None if is_supported else "use a cluster of Kubernetes 1.29 or newer"
+    yield Diagnosis(name="api server", ok=is_supported, text=text, fix=fix)
+    if not is_supported:
         return
     answers = [*_permissions(cluster, chosen), namespace(cluster, chosen)]
     answers += [*_nodes(cluster, chosen), *named_objects(cluster, chosen)]
@@ -181,19 +190,6 @@ def survey(cluster: Cluster, chosen: Options, *, limit_s: float, pods: bool = Tr
         yield Diagnosis(name="image", ok=None, text="no pods were started: fix the problems above first")
     elif pods:
         yield from probe_diagnoses(*probe(cluster, chosen, limit_s), chosen)
-
-
-def _version(cluster: Cluster) -> Diagnosis:
-    host = cluster.client.configuration.host
-    try:
-        version = cluster.call("get", "version", "VersionApi", "get_code")
-    except LaunchError as trouble:
-        text, command = split_hint(trouble)
-        return Diagnosis(name="api server", ok=False, text=text, fix=f"try: {command or 'kubectl cluster-info'}")
-    number = tuple(int(re.sub(r"\D.*", "", version[key]) or 0) for key in ("major", "minor"))
-    text = f"{version.get('gitVersion', 'unknown')} at {host}"
-    fix = None if number >= OLDEST else "use a cluster of Kubernetes 1.29 or newer"
-    return Diagnosis(name="api server", ok=fix is None, text=text, fix=fix)
 
 
 def missing_rights(cluster: Cluster, wanted: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:

@@ -12,7 +12,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.contract import Endpoint, Seat
@@ -134,17 +134,14 @@ def _models(url: str, secret: str | None, certificates: str | None) -> list[str]
         if error.code in (404, 405):
             return []
         raise UnsupportedError(f"{url}/v1/models answers {error.code}; try: curl -i {url}/v1/models") from None
-    except OSError as error:
-        _refuse(url, f"does not answer ({getattr(error, 'reason', error)})")
-    except http.client.HTTPException as error:
-        _refuse(url, f"does not speak HTTP ({type(error).__name__})")
-    except (ValueError, RecursionError):
-        # Without the error text: it may quote what was sent, and the key with it.
-        _refuse(url, "does not answer with JSON")
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        # Without the error text of other errors: it may quote what was sent, and the key with it.
+        why = "does not answer with JSON"
+        if isinstance(error, OSError):
+            why = f"does not answer ({getattr(error, 'reason', error)})"
+        elif isinstance(error, http.client.HTTPException):
+            why = f"does not speak HTTP ({type(error).__name__})"
+        raise UnsupportedError(f"{url} {why}; try: curl -i {url}/v1/models") from None
     entries = reply.get("data") if isinstance(reply, dict) else None
     models = entries if isinstance(entries, list) else []
     return [str(entry["id"]) for entry in models if isinstance(entry, dict) and "id" in entry]
-
-
-def _refuse(url: str, why: str) -> NoReturn:
-    raise UnsupportedError(f"{url} {why}; try: curl -i {url}/v1/models") from None
