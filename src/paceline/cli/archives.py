@@ -8,8 +8,6 @@ from typing import Any
 
 from paceline.cli.verbs import OK, SOME_FAILED, add_out_option, add_verb, console, print_plain
 
-DEFAULT_REPLAYS = "replays"
-
 
 def add_verbs(verbs: Any) -> None:
     verb = add_verb(
@@ -21,13 +19,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--force", action="store_true", help="replace FILE if it exists")
     verb = add_verb(verbs, "replay", replay, "run a capsule again and check whether it reproduces within the intervals")
     verb.add_argument("capsule", type=Path, metavar="CAPSULE", help="an archive written by `paceline capsule`")
-    verb.add_argument(
-        "--out",
-        type=Path,
-        default=Path(DEFAULT_REPLAYS),
-        metavar="DIR",
-        help="directory for the new runs (default: %(default)s)",
-    )
+    add_out_option(verb, "directory for the new runs", "replays")
     verb.add_argument("--launcher", metavar="NAME", help="where to run; see `paceline list launchers`")
     verb.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the launcher, steps, repeats or limits"

@@ -16,7 +16,7 @@ from paceline.cli.results import (
     costing_of,
     exporters_of,
 )
-from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console, print_hanging, print_plain
+from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_out_option, add_verb, console, print_hanging, print_plain
 
 if TYPE_CHECKING:
     from paceline.experiment.spec import RunSpec
@@ -37,14 +37,7 @@ def add_verbs(verbs: Any) -> None:
 def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
     verb = add_verb(verbs, name, call, text)
     verb.add_argument("experiment", metavar="PRESET|FILE", help="a name from `paceline list presets`, or a YAML file")
-    verb.add_argument(
-        "--out",
-        "--output-dir",
-        type=Path,
-        default=Path(DEFAULT_OUT),
-        metavar="DIR",
-        help="results directory (default: %(default)s)",
-    )
+    add_out_option(verb, "results directory", DEFAULT_OUT, "--output-dir")
     verb.add_argument(
         "--launcher",
         metavar="NAME|FILE",

@@ -91,10 +91,7 @@ def selftest(arguments: argparse.Namespace) -> int:
         except (OSError, RuntimeError) as error:
             trouble = f"not stored for later runs: {error}"
     if arguments.json:
-        stored = {
-            "ceiling": dataclasses.asdict(ceiling) if ceiling else None,
-            "kept": bool(ceiling) and trouble is None,
-        }
+        stored = {"ceiling": ceiling and dataclasses.asdict(ceiling), "kept": bool(ceiling) and trouble is None}
         print(json.dumps({**stored, "tries": [rung.to_dict() for rung in rungs]}, indent=2))
     elif ceiling is None:
         print_hanging(

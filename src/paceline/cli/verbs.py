@@ -92,10 +92,9 @@ def add_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int] | 
     return verb
 
 
-def add_out_option(verb: Parser, text: str = "results directory") -> None:
-    verb.add_argument(
-        "--out", type=Path, default=Path(DEFAULT_OUT), metavar="DIR", help=f"{text} (default: %(default)s)"
-    )
+def add_out_option(verb: Parser, text: str = "results directory", default: str = DEFAULT_OUT, *aliases: str) -> None:
+    help_text = f"{text} (default: %(default)s)"
+    verb.add_argument("--out", *aliases, type=Path, default=Path(default), metavar="DIR", help=help_text)
 
 
 def require_directory(out: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import Scalar
 from paceline.host.files import text_of
 from paceline.host.gauges import throttle_reasons
-from paceline.host.machine import ask, handles, nvml
+from paceline.host.machine import ask, handles, nvlink_states, nvml
 
 _CPU = Path("/sys/devices/system/cpu/cpu0")
 
@@ -90,6 +90,5 @@ def _pages_retired(n: Any, handle: Any) -> int:
 
 def _nvlinks(n: Any, handle: Any, state: int) -> str | None:
     """Numbers of the links in that state; None if the GPU has no NVLink."""
-    states = {link: ask(n.nvmlDeviceGetNvLinkState, handle, link) for link in range(n.NVML_NVLINK_MAX_LINKS)}
-    known = {link: value for link, value in states.items() if value is not None}
-    return " ".join(str(link) for link, value in known.items() if value == state) if known else None
+    states = nvlink_states(n, handle)
+    return " ".join(str(link) for link, value in states.items() if value == state) if states else None

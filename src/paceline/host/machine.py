@@ -316,6 +316,7 @@ def _gpu(library: Any, index: int, handle: Any) -> Gpu:
     name = ask(library.nvmlDeviceGetName, handle)
     mig = ask(lambda: library.nvmlDeviceGetMigMode(handle)[0] == 1)
     row = gpu_row(name) if name and not mig else None
+    links = nvlink_states(library, handle)
     return Gpu(
         index=index,
         name=name,
@@ -327,17 +328,16 @@ def _gpu(library: Any, index: int, handle: Any) -> Gpu:
         capability=ask(lambda: ".".join(map(str, library.nvmlDeviceGetCudaComputeCapability(handle)))),
         pcie_generation=ask(library.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=ask(library.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        nvlink_links=_nvlink_links(library, handle),
+        nvlink_links=sum(state == 1 for state in links.values()) if links else None,
         peak_flops=gpu_peaks(name) if name and row else None,
         memory_bytes_per_s=row.get("memory_bytes_per_s") if row else None,
     )
 
 
-def _nvlink_links(library: Any, handle: Any) -> int | None:
-    """Number of active links; None if the GPU has no NVLink or does not report it."""
-    states = [ask(library.nvmlDeviceGetNvLinkState, handle, link) for link in range(library.NVML_NVLINK_MAX_LINKS)]
-    known = [state for state in states if state is not None]
-    return sum(state == 1 for state in known) if known else None
+def nvlink_states(library: Any, handle: Any) -> dict[int, int]:
+    """The state of each NVLink of a GPU by number, 1 for active; empty if it has none or does not report them."""
+    states = (ask(library.nvmlDeviceGetNvLinkState, handle, link) for link in range(library.NVML_NVLINK_MAX_LINKS))
+    return {link: state for link, state in enumerate(states) if state is not None}
 
 
 def neighbours(gpu_index: int, ours: Collection[int] = ()) -> int | None:

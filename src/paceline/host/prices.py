@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.errors import RequestError, require
+from paceline.errors import RequestError, did_you_mean, require
 from paceline.host import machine
 
 ON_DEMAND, SPOT, GIVEN = "on demand", "spot", "as given"
@@ -88,25 +86,22 @@ def read(path: Path) -> tuple[Price, ...]:
     rows = raw.get("price")
     listed = isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
     require(listed and set(raw) == {"price"}, f"--price: {path}", sorted(raw), "one or more tables [[price]]")
-    prices = tuple(_row(path, number, row) for number, row in enumerate(rows or (), 1))
+    prices, fields = [], [field.name for field in dataclasses.fields(Price)]
+    for number, row in enumerate(rows or (), 1):
+        where = f"--price: {path}, row {number}"
+        unknown = next((key for key in row if key not in fields), None)
+        require(unknown is None, where, unknown, ", ".join(fields))
+        for needed in ("name", "usd_per_gpu_hour"):
+            require(needed in row, where, f"no {needed}", f"at least name and usd_per_gpu_hour, of {', '.join(fields)}")
+        values = {key: value.isoformat() if hasattr(value, "isoformat") else value for key, value in row.items()}
+        try:
+            prices.append(Price(**values))
+        except RequestError as error:
+            raise RequestError(f"{where}, {error}") from None
     names = [price.name for price in prices]
     twice = next((name for name in names if names.count(name) > 1), None)
     require(twice is None, f"--price: {path}, name", twice, "a different name in every row")
-    return prices
-
-
-def _row(path: Path, number: int, row: dict[str, Any]) -> Price:
-    fields = [field.name for field in dataclasses.fields(Price)]
-    where = f"--price: {path}, row {number}"
-    unknown = next((key for key in row if key not in fields), None)
-    require(unknown is None, where, unknown, ", ".join(fields))
-    for needed in ("name", "usd_per_gpu_hour"):
-        require(needed in row, where, f"no {needed}", f"at least name and usd_per_gpu_hour, of {', '.join(fields)}")
-    values = {key: value.isoformat() if hasattr(value, "isoformat") else value for key, value in row.items()}
-    try:
-        return Price(**values)
-    except RequestError as error:
-        raise RequestError(f"{where}, {error}") from None
+    return tuple(prices)
 
 
 def chosen(text: str) -> tuple[Price, ...]:
@@ -121,10 +116,8 @@ def chosen(text: str) -> tuple[Price, ...]:
     if text.endswith(".toml"):
         return read(Path(text))
     known = {price.name: price for price in table()}
-    close = difflib.get_close_matches(text, known, n=1)
-    hint = f". Did you mean {close[0]!r}?" if close else "."
     if text not in known:
-        raise RequestError(f"--price: got {text!r}, expected {_ACCEPTED}{hint}")
+        raise RequestError(f"--price: got {text!r}, expected {_ACCEPTED}.{did_you_mean(text, known)}")
     return (known[text],)
 
 

@@ -121,13 +121,13 @@ def pack(directory: Path, target: Path, *, logs: bool = False, force: bool = Fal
 
 def references_beside(run: Path, record: RunRecord) -> list[RunRecord]:
     """Finished references of the same work in the directory of a run that is read alone."""
-    found = []
+    references = []
     for run_dir in store.run_dirs(run.resolve().parent):
         with contextlib.suppress(StoreError):
             spec = store.read_spec(run_dir)
             if spec.workload.name == "reference" and spec.work == record.spec.work and spec != record.spec:
-                found.append(store.read_run(run_dir))
-    return found
+                references.append(store.read_run(run_dir))
+    return references
 
 
 def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes]:
@@ -139,11 +139,13 @@ def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes
     names = [name for name, _ in groups]
     # Packages as `pip freeze` lists them, for each environment; other software is in comments.
     blocks = []
-    for found in environments(facts for record in records for facts in record.machines):
-        state = ", changed since that commit" if found["dirty"] else ""
-        lines = [f"# on {', '.join(map(str, found['hosts']))}"]
-        lines.append(f"# Paceline's revision: {found['revision'] or 'unknown (installed, not a checkout)'}{state}")
-        for package, version in found["versions"].items():
+    for environment in environments(facts for record in records for facts in record.machines):
+        state = ", changed since that commit" if environment["dirty"] else ""
+        lines = [f"# on {', '.join(map(str, environment['hosts']))}"]
+        lines.append(
+            f"# Paceline's revision: {environment['revision'] or 'unknown (installed, not a checkout)'}{state}"
+        )
+        for package, version in environment["versions"].items():
             lines.append(f"# {package} {version}" if package in ("python", "nccl") else f"{package}=={version}")
         blocks.append("\n".join(lines) + "\n")
     versions = "\n".join(blocks) or "# no machine was recorded\n"
@@ -174,10 +176,10 @@ def _listed(spec: RunSpec, status: str) -> dict[str, str]:
 
 def environments(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each distinct set of versions with its hosts and code revision; dirty is None if the revision is unknown."""
-    found: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     for facts in machines:
         versions, revision = dict(facts.get("versions") or {}), facts.get("revision")
-        known = found.setdefault(
+        known = distinct.setdefault(
             json.dumps([versions, revision], sort_keys=True),
             {
                 "hosts": [],
@@ -188,7 +190,7 @@ def environments(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         )
         if facts.get("host") not in known["hosts"]:
             known["hosts"].append(facts.get("host"))
-    return list(found.values())
+    return list(distinct.values())
 
 
 def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str, Any]) -> str:
@@ -265,11 +267,11 @@ def _require_agreement(path: Path, manifest: Mapping[str, Any], runs: Path) -> N
         folders = store.run_dirs(runs)
         specs = [store.read_spec(folder) for folder in folders]
         listed = [_listed(s, store.read_json(d / "status.json")["status"]) for s, d in zip(specs, folders, strict=True)]
-        found = environments(facts for folder in folders for facts in store.read_machines(folder))
+        recorded = environments(facts for folder in folders for facts in store.read_machines(folder))
     except (PacelineError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise RequestError(f"{path}: a run cannot be read ({safe_text.text(str(error))}).") from None
     named = [runs / spec.experiment / spec.run_id for spec in specs]
-    if folders != named or manifest.get("runs") != listed or manifest.get("environments") != found:
+    if folders != named or manifest.get("runs") != listed or manifest.get("environments") != recorded:
         raise RequestError(f"{path}: {MANIFEST} does not match the runs of the capsule, {_EXPECTED}.")
 
 

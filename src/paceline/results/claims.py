@@ -113,12 +113,12 @@ def _claims(where: str, row: Mapping[str, str]) -> Sequence[ClaimSample]:
     """Every number of the row; empty cells are skipped. accumulation is included if the row states it."""
     stated = {name: row[name] for name in (*NUMBERS, "accumulation") if row.get(name)}
     require("tokens_per_s" in stated, f"{where}, tokens_per_s", row["tokens_per_s"], "a positive number")
-    found = []
+    claims = []
     for name, text in stated.items():
         try:
             value = float(text)
         except ValueError:
             value = math.nan
         require(0 < value < math.inf, f"{where}, {name}", text, "a positive number")
-        found.append(ClaimSample(rank=0, metric=name, value=value, source=row["source"]))
-    return found
+        claims.append(ClaimSample(rank=0, metric=name, value=value, source=row["source"]))
+    return claims

@@ -215,7 +215,7 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
 
 
 def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
-    found = samples.read(sorted(run_dir.glob("samples-*.jsonl")))
+    joined = samples.read(sorted(run_dir.glob("samples-*.jsonl")))
     return RunRecord(
         spec=read_spec(run_dir),
         status=status,
@@ -225,9 +225,9 @@ def _assemble(run_dir: Path, status: Status, error: str | None, started_at: floa
         path=str(run_dir),
         outcomes=read_outcomes(run_dir),
         machines=read_machines(run_dir),
-        steps=StepSeries(found.steps),
-        redone=StepSeries(found.redone) if found.redone else (),
-        **{field: tuple(s for s in found.others if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
+        steps=StepSeries(joined.steps),
+        redone=StepSeries(joined.redone) if joined.redone else (),
+        **{field: tuple(s for s in joined.others if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
     )
 
 
@@ -279,14 +279,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
-    found = []
+    outcomes = []
     for path in run_dir.glob("outcome-*.json"):
         raw = read_json(path)
         evidence = raw.pop("evidence", None)
         status = Status(raw.pop("status"))
         raw["error"] = raw["error"] and redaction.clean_text(raw["error"])
-        found.append(Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None))
-    return tuple(sorted(found, key=lambda o: o.rank))
+        outcomes.append(Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None))
+    return tuple(sorted(outcomes, key=lambda o: o.rank))
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
@@ -305,8 +305,8 @@ def run_dirs(directory: Path) -> list[Path]:
     """
     if (directory / "spec.json").is_file():
         return [directory]
-    found = (path.parent.relative_to(directory) for path in directory.rglob("spec.json"))
-    return sorted(directory / path for path in found if not (path.parent.name == "attempts" and path.name.isdecimal()))
+    paths = (path.parent.relative_to(directory) for path in directory.rglob("spec.json"))
+    return sorted(directory / path for path in paths if not (path.parent.name == "attempts" and path.name.isdecimal()))
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
