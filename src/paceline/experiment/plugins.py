@@ -217,25 +217,18 @@ def load(kind: str, name: str) -> Any:
     optional = {each: given for each, given in OPTIONAL.get(kind, {}).items() if hasattr(module, each)}
     wanted = {**CONTRACT[kind], **optional}
     for function, arguments in wanted.items():
-        if not _takes(getattr(module, function, None), arguments):
+        try:
+            # A TypeError also if there is no such function.
+            inspect.signature(getattr(module, function, None)).bind(*arguments)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
             needed = ", ".join(f"{each}({', '.join(given)})" for each, given in wanted.items())
-            raise RequestError(f"{kind}: got {name!r}, expected a module with {needed}.")
+            raise RequestError(f"{kind}: got {name!r}, expected a module with {needed}.") from None
     for constant, default in DECLARED[kind].items():
         value = getattr(module, constant, default)
         if not isinstance(value, type(default)):
             wanted_type = "a plugins.Traits" if constant == "TRAITS" else f"a {type(default).__name__}"
             raise RequestError(f"{name}.{constant}: got {value!r}, expected {wanted_type}.")
     return cast(Any, module)
-
-
-def _takes(function: object, arguments: tuple[str, ...]) -> bool:
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _import(kind: str, name: str) -> ModuleType:
@@ -292,7 +285,8 @@ def parse_options(cls: type[Options], choice: Choice | None) -> Options:
             hint = did_you_mean(str(key), fields)
             raise RequestError(f"option of {choice.name}: got {key!r}, expected {accepted}.{hint}")
         default = fields[key].default
-        if default is not None and not _fits(value, default):
+        is_number = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
+        if default is not None and type(value) is not type(default) and not is_number:
             accepted = _WORDS[type(default)]
             raise RequestError(f"{choice.name}.{key}: got {json.dumps(value)}, expected {accepted}.")
     chosen = cls(**choice.options)
@@ -319,11 +313,3 @@ def _texts(value: object) -> Iterator[str]:
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _fits(value: object, default: object) -> bool:
-    if isinstance(default, bool) or isinstance(value, bool):
-        return type(value) is type(default)
-    if isinstance(default, float):
-        return isinstance(value, int | float)
-    return isinstance(value, type(default))

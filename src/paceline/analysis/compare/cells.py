@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.analysis.findings import Comparison
-from paceline.analysis.findings.cell_axes import DEVICE, axis_text, telling_axes
+from paceline.analysis.findings.cell_axes import DEVICE, axis_text, distinguishing_axes
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import Ratio, ratio_between
 from paceline.analysis.statistics.verdict import judged_ratio
@@ -187,7 +187,7 @@ def title_axes(cells: Iterable[Cell]) -> tuple[str, ...]:
 
 def untitled_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
     """Axes that distinguish these cells and that titles do not name by default."""
-    return tuple(name for name in telling_axes(cells) if name not in _TITLED)
+    return tuple(name for name in distinguishing_axes(cells) if name not in _TITLED)
 
 
 def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:

@@ -244,13 +244,13 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     if first.bracket and second.bracket:
         between = rate_search.ratio(second.bracket, first.bracket)
         return between, rate_search.interval_text(first.bracket, second.bracket)
-    if first.subject == ROW and not first.tells_alone and min(launches) < 2:
+    if first.subject == ROW and not first.single_launch_suffices and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         reason = f"launches were not repeated in {once}: iterations of one launch do not show the spread of launches"
         return None, reason
     found = ratio_between([second.resampled.redrawn()], [first.resampled])
     if found is not None:
-        return found, launches_note(min(launches), "answers" if first.tells_alone else "steps") or ""
+        return found, launches_note(min(launches), "answers" if first.single_launch_suffices else "steps") or ""
     silent = [(name, q) for name, q in zip("AB", (first, second), strict=True) if q.resampled.deviations is None]
     if not silent:
         return None, "the data supports no interval of a ratio: a resampled side reaches 0"

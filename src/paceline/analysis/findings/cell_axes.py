@@ -41,10 +41,10 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
     return f"{name.replace('_', ' ')} {value}"
 
 
-def telling_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
+def distinguishing_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
     """Axes that names of these cells need: model, world size, and every other axis in which they differ.
 
-    >>> telling_axes([{"model": "tiny", "world_size": 1, "rank": 8}, {"model": "tiny", "world_size": 1, "rank": 16}])
+    >>> distinguishing_axes([{"model": "tiny", "world_size": 1, "rank": rank} for rank in (8, 16)])
     ('model', 'world_size', 'rank')
     """
     seen: dict[str, set[str]] = {}

@@ -17,8 +17,6 @@ from paceline.analysis.findings import HIGHER, SHARED_GPU, Measurement
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
-from paceline.errors import Scalar
-from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord
 
 FLOPS, BYTES = "FLOP/s", "bytes/s"
@@ -99,8 +97,8 @@ def analyse(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
 
 
 def _cell(records: Sequence[RunRecord]) -> list[Measurement]:
-    rows, frame = rows_of(records), _Frame.of(records)
-    measured = [frame.measurement(row) for row in rows]
+    rows = rows_of(records)
+    measured = [_measurement(records, row) for row in rows]
     peaks = achievable(measured)
     copies = _largest(measured, "copy")
     found = [*measured, *peaks]
@@ -118,7 +116,7 @@ def _cell(records: Sequence[RunRecord]) -> list[Measurement]:
         found += [_derived(m, RIDGE, "FLOP/byte", 1 / copies[0].value) for m in peaks]
     ranks = sorted({rank for row in rows for by in row.launches for rank in by})
     for rank in ranks if len(ranks) > 1 else ():
-        own = [frame.measurement(row.of_rank(rank), rank) for row in rows]
+        own = [_measurement(records, row.of_rank(rank), rank) for row in rows]
         found += [
             *achievable(own),
             *(largest for kernel in ("copy", "h2d", "d2h") for largest in _largest(own, kernel)),
@@ -142,50 +140,35 @@ def rows_of(records: Iterable[RunRecord]) -> list[Row]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """What all measurements of one cell have in common."""
-
-    spec: RunSpec
-    axes: Mapping[str, Scalar]
-    runs: tuple[str, ...]
-    note: str | None
-
-    @classmethod
-    def of(cls, records: Sequence[RunRecord]) -> _Frame:
-        spec = records[0].spec
-        note = SHARED_GPU if any(r.shares_gpu for r in records) else intervals.launches_note(len(records), "iterations")
-        return cls(spec, spec.axes(), tuple(r.spec.run_id for r in records), note)
-
-    def measurement(self, row: Row, rank: int | None = None) -> Measurement:
-        metric, unit = METRICS[row.key.kernel]
-        found = row.rate()
-        low, high = found.interval if found else (None, None)
-        notes = (_spread(row), *row.refusals, self.note if low is not None or self.note == SHARED_GPU else None)
-        return Measurement(
-            metric=metric,
-            unit=unit,
-            better=HIGHER,
-            cell=self.spec.cell,
-            value=found.value if found else None,
-            low=low,
-            high=high,
-            n=sum(len(x) for by in row.launches for x in by.values()),
-            launches=sum(bool(by) for by in row.launches),
-            axes={**self.axes, **row.key._asdict(), "size": row.size, "rank": rank},
-            runs=self.runs,
-            note="; ".join(filter(None, notes)) or None,
-        )
-
-
-def _spread(row: Row) -> str | None:
-    """The slowest and the fastest of several ranks; None for one."""
+def _measurement(records: Sequence[RunRecord], row: Row, rank: int | None = None) -> Measurement:
+    """The rate of a row, of one rank or of all. The note names the slowest and the fastest of several ranks."""
+    spec, found, notes = records[0].spec, row.rate(), []
+    metric, unit = METRICS[row.key.kernel]
+    low, high = found.interval if found else (None, None)
     times = grouped((each for by in row.launches for each in by.items()), lambda each: each[0])
-    if len(times) < 2:
-        return None
-    rates = sorted((row.work / float(np.mean([np.median(x) for _, x in own])), rank) for rank, own in times.items())
-    (low, slowest), (high, fastest) = rates[0], rates[-1]
-    return f"{len(rates)} ranks: lowest {low:.4g} (rank {slowest}), highest {high:.4g} (rank {fastest})"
+    if len(times) > 1:
+        rates = sorted((row.work / float(np.mean([np.median(x) for _, x in own])), r) for r, own in times.items())
+        (slow, slowest), (fast, fastest) = rates[0], rates[-1]
+        notes.append(f"{len(rates)} ranks: lowest {slow:.4g} (rank {slowest}), highest {fast:.4g} (rank {fastest})")
+    notes += row.refusals
+    if any(record.shares_gpu for record in records):
+        notes.append(SHARED_GPU)
+    elif low is not None and (note := intervals.launches_note(len(records), "iterations")):
+        notes.append(note)
+    return Measurement(
+        metric=metric,
+        unit=unit,
+        better=HIGHER,
+        cell=spec.cell,
+        value=found.value if found else None,
+        low=low,
+        high=high,
+        n=sum(len(x) for by in row.launches for x in by.values()),
+        launches=sum(bool(by) for by in row.launches),
+        axes={**spec.axes(), **row.key._asdict(), "size": row.size, "rank": rank},
+        runs=tuple(record.spec.run_id for record in records),
+        note="; ".join(notes) or None,
+    )
 
 
 def achievable(measured: Iterable[Measurement]) -> list[Measurement]:

@@ -237,7 +237,7 @@ def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
         texts = node_evidence.undecided_facts(facts)
         case.notes += [f"nodes differ, and there is no majority to say which is right: {text}" for text in texts]
     # A node or rank that is slow with all others fails if both turns agree; a slow link makes two suspects.
-    for suspect in tournament.hold(record).suspects:
+    for suspect in tournament.judge_run(record).suspects:
         verdict = FAIL if suspect.kind != tournament.LINK and suspect.confirmed else SUSPECT
         slow = f"slow {suspect.kind}"
         evidence = NodeEvidence(kind=slow, verdict=verdict, text=suspect.text, next_command=_NEXT_FOR_PAIRS)
@@ -266,20 +266,20 @@ def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None
     healthy = baseline.healthy.get((kind, measure.key)) if baseline else None
     if healthy is None:
         against = f"the median of {len(ranks)} ranks"
-        standings = peers.among_peers(table, measure.band)
+        results = peers.among_peers(table, measure.band)
         if baseline:
             case.notes.append(f"{baseline.name} has no {measure.name} of this kind: ranks are compared with peers")
     else:
         against = f"the median of {len(healthy)} devices of {baseline.name if baseline else ''}"
-        standings = peers.beside_baseline(table, healthy, measure.band)
-    doubt = float(np.median([s.doubt for s in standings]))
+        results = peers.beside_baseline(table, healthy, measure.band)
+    doubt = float(np.median([s.doubt for s in results]))
     if doubt > measure.band.width and measure.logarithmic:
         case.notes.append(
             f"{measure.name}: repeats scatter, so only a node worse by {_certain(measure, doubt)} is detected for "
             "certain; use more repeats or steps"
         )
-    for rank, row, standing in zip(ranks, table, standings, strict=True):
-        half, effect = standing.half, standing.effect
+    for rank, row, result in zip(ranks, table, results, strict=True):
+        half, effect = result.half, result.effect
         interval = (None, None) if half is None else (effect - half, effect + half)
         ends = (*interval, measure.band.low, measure.band.high)
         low, high, *accepted = (None if end is None else measure.relative(end) for end in ends)
@@ -293,14 +293,12 @@ def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None
                 low=low,
                 high=high,
                 accepted=(accepted[0], accepted[1]),
-                z=standing.z,
-                verdict=standing.verdict,
+                z=result.z,
+                verdict=result.verdict,
             )
         )
-        if standing.verdict == UNDECIDED:
-            case.add([(rank, _undecided(case, measure, rank, standing, against, len(row)))])
-        elif standing.verdict != PASS:
-            case.add([(rank, _odd(case, measure, rank, standing, against))])
+        if result.verdict != PASS:
+            case.add([(rank, _evidence(case, measure, rank, result, against, len(row)))])
 
 
 def _certain(measure: Measure, doubt: float) -> str:
@@ -308,55 +306,43 @@ def _certain(measure: Measure, doubt: float) -> str:
     return f"{1 - measure.relative(-measure.band.width - doubt):.0%}"
 
 
-def _odd(case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str) -> NodeEvidence:
-    place = case.places[rank]
-    suffix = {
+def _evidence(
+    case: _Case, measure: Measure, rank: int, result: peers.PeerResult, against: str, repeats: int
+) -> NodeEvidence:
+    """Why this rank did not pass. If that is undecided: how many repeats would decide."""
+    why = {
         peers.ODD: "",
         peers.PAIR: "; two ranks cannot show which is wrong: add a third one or --baseline",
         peers.SPLIT: "; a group of ranks is faster, so there is no single outlier: --baseline shows which is healthy",
         peers.SPREAD: "; its peers are spread as far, so it is no outlier, but it is outside the band",
-    }[standing.reason]
-    text = f"{measure.name} of rank {rank} ({place.device}) is {_distance(measure, standing)} {against}{suffix}"
+        peers.SCATTER: "; repeats scatter more than the band is wide, so only a node worse by "
+        f"{_certain(measure, result.doubt)} is detected for certain",
+        peers.EDGE: "; it is outside the band, but its whole interval is not",
+    }[result.reason]
+    text = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, result)} {against}{why}"
     kind = measure.name if measure.unit in ("bytes", "C", "Hz") else f"slow {measure.name}"
-    return NodeEvidence(kind=kind, verdict=standing.verdict, text=text, next_command=_diagnosis(case, measure))
+    on_gpu = case.record.spec.topology.device == "cuda"
+    command = _NEXT.get(measure.name.split()[0], "") if on_gpu else _NEXT_ON_CPU
+    if result.verdict == UNDECIDED:
+        enough, kind = peers.repeats_for(result, repeats, measure.band), f"{measure.name} undecided"
+        advice = f"even {peers.MOST_REPEATS} are not enough: find what disturbs it"
+        if enough:
+            advice, command = f"it needs about {enough}", f"paceline run nodes --set workload.repeats={enough}"
+        text += f"; {repeats} repeats were run, {advice}"
+    return NodeEvidence(kind=kind, verdict=result.verdict, text=text, next_command=command)
 
 
-def _diagnosis(case: _Case, measure: Measure) -> str:
-    return _NEXT.get(measure.name.split()[0], "") if case.record.spec.topology.device == "cuda" else _NEXT_ON_CPU
-
-
-def _undecided(
-    case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str, repeats: int
-) -> NodeEvidence:
-    """Why this rank did not pass without evidence against it, and how many repeats would decide."""
-    why = {
-        peers.SCATTER: "repeats scatter more than the band is wide, so only a node worse by "
-        f"{_certain(measure, standing.doubt)} is detected for certain",
-        peers.EDGE: "it is outside the band, but its whole interval is not",
-    }[standing.reason]
-    enough = peers.repeats_for(standing, repeats, measure.band)
-    disturbed = f"even {peers.MOST_REPEATS} are not enough: find what disturbs it"
-    advice = f"it needs about {enough}" if enough else disturbed
-    position = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, standing)} {against}"
-    return NodeEvidence(
-        kind=f"{measure.name} not told",
-        verdict=UNDECIDED,
-        text=f"{position}; {why}; {repeats} repeats were run, {advice}",
-        next_command=f"paceline run nodes --set workload.repeats={enough}" if enough else _diagnosis(case, measure),
-    )
-
-
-def _distance(measure: Measure, standing: peers.Standing) -> str:
+def _distance(measure: Measure, result: peers.PeerResult) -> str:
     """`12.0 % [11.0, 13.0] under`. An interval that includes 0 starts on the other side, with a minus."""
-    side, sign = ("under", -1) if standing.effect < 0 else ("over", 1)
+    side, sign = ("under", -1) if result.effect < 0 else ("over", 1)
     if not measure.logarithmic:
-        return f"{abs(standing.effect):.0f} {measure.unit} {side}"
+        return f"{abs(result.effect):.0f} {measure.unit} {side}"
     interval = ""
-    if standing.half is not None:
-        ends = (standing.effect - standing.half, standing.effect + standing.half)
+    if result.half is not None:
+        ends = (result.effect - result.half, result.effect + result.half)
         percents = [sign * (measure.relative(end) - 1) * 100 for end in ends]
         interval = f" [{min(percents):.1f}, {max(percents):.1f}]"
-    return f"{abs(measure.relative(standing.effect) - 1) * 100:.1f} %{interval} {side}"
+    return f"{abs(measure.relative(result.effect) - 1) * 100:.1f} %{interval} {side}"
 
 
 # --- nodes ---

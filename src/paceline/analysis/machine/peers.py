@@ -60,7 +60,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PeerResult:
     """How one device compares. half is the half width of its 95 % interval, None for a single reading; doubt is that of
     what is compared with the band: for a pair their difference, otherwise the effect.
     """
@@ -73,8 +73,8 @@ class Standing:
     doubt: float = 0.0
 
 
-def among_peers(values: Array, band: Band) -> list[Standing]:
-    """Standings of devices (rows) over repeats (columns). What all share in a repeat, such as a warming room, is
+def among_peers(values: Array, band: Band) -> list[PeerResult]:
+    """Results of devices (rows) over repeats (columns). What all share in a repeat, such as a warming room, is
     removed first: the median over all devices.
 
     >>> values = np.log(np.array([[100.0, 101, 99]] * 5 + [[80.0, 81, 79]]))
@@ -84,7 +84,7 @@ def among_peers(values: Array, band: Band) -> list[Standing]:
     centred = values - np.median(values, axis=0)
     effects, halves = _estimates(centred)
     if len(values) == 1:
-        return [Standing(0.0, half, None) for half in halves]
+        return [PeerResult(0.0, half, None) for half in halves]
     if len(values) < FEWEST_PEERS:
         # Two can differ, but neither is the outlier: both are suspect if the difference certainly matters, and
         # undecided if it may.
@@ -94,29 +94,29 @@ def among_peers(values: Array, band: Band) -> list[Standing]:
             verdict, reason = SUSPECT, PAIR
         elif doubt > band.width or apart > band.width:
             verdict, reason = UNDECIDED, SCATTER if doubt > band.width else EDGE
-        return [Standing(e, half, None, verdict, reason, doubt) for e, half in zip(effects, halves, strict=True)]
+        return [PeerResult(e, half, None, verdict, reason, doubt) for e, half in zip(effects, halves, strict=True)]
     middle = float(np.median(effects))
     spread = float(np.median([abs(e - middle) for e in effects]))
-    found = [_standing(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
+    found = [_peer_result(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
     return _open(_split(found, band), band)
 
 
-def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]:
-    """Standings against one value per device of a baseline. Nothing common is removed: all devices may have become
+def beside_baseline(values: Array, healthy: Array, band: Band) -> list[PeerResult]:
+    """Results against one value per device of a baseline. Nothing common is removed: all devices may have become
     slow.
     """
     middle = float(np.median(healthy))
     spread = float(np.median(np.abs(healthy - middle)))
     effects, halves = _estimates(values - middle)
-    return _open([_standing(e, half, spread, band) for e, half in zip(effects, halves, strict=True)], band)
+    return _open([_peer_result(e, half, spread, band) for e, half in zip(effects, halves, strict=True)], band)
 
 
-def repeats_for(standing: Standing, repeats: int, band: Band) -> int | None:
+def repeats_for(result: PeerResult, repeats: int, band: Band) -> int | None:
     """About how many repeats of the same scatter bring the doubt within the band; None if no reasonable number does.
 
     At least twice as many as before: if the doubt is already small, the effect is close to the band's end.
     """
-    noise = standing.doubt * math.sqrt(repeats) / student_t(repeats - 1)
+    noise = result.doubt * math.sqrt(repeats) / student_t(repeats - 1)
     counts = range(2 * repeats, max(2 * repeats, MOST_REPEATS) + 1)
     return next((n for n in counts if noise * student_t(n - 1) / math.sqrt(n) <= band.width), None)
 
@@ -137,7 +137,7 @@ def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
     return effects.tolist(), halves.tolist()
 
 
-def _standing(effect: float, half: float | None, spread: float, band: Band) -> Standing:
+def _peer_result(effect: float, half: float | None, spread: float, band: Band) -> PeerResult:
     """Widely spread peers make no outlier, but they do not widen the band: a device certainly outside it is suspect."""
     z, doubt = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD), half or 0.0
     if abs(z) <= OUTLIER_Z:
@@ -148,19 +148,19 @@ def _standing(effect: float, half: float | None, spread: float, band: Band) -> S
         verdict, reason = FAIL if certain else SUSPECT, ODD
     else:
         verdict, reason = PASS, ""
-    return Standing(effect, half, z, verdict, reason, doubt)
+    return PeerResult(effect, half, z, verdict, reason, doubt)
 
 
-def _open(standings: list[Standing], band: Band) -> list[Standing]:
+def _open(results: list[PeerResult], band: Band) -> list[PeerResult]:
     """Turn a pass into undecided if the repeats could not have shown otherwise.
 
     That is the case if the usual half interval is wider than the band (or its own wider than two) and reaches beyond
     the band's end, or if the effect lies outside the band but not its whole interval. A device that is certainly inside
     passes, however wide its interval.
     """
-    usual = float(np.median([s.doubt for s in standings]))
+    usual = float(np.median([s.doubt for s in results]))
     opened = []
-    for s in standings:
+    for s in results:
         blind = usual > band.width or s.doubt > MOST_BANDS * band.width
         if s.verdict == PASS and blind and band.is_left_by(s.effect, s.doubt):
             opened.append(replace(s, verdict=UNDECIDED, reason=SCATTER))
@@ -171,18 +171,18 @@ def _open(standings: list[Standing], band: Band) -> list[Standing]:
     return opened
 
 
-def _split(standings: list[Standing], band: Band) -> list[Standing]:
+def _split(results: list[PeerResult], band: Band) -> list[PeerResult]:
     """Mark devices that are certainly behind a group of faster ones by more than the band as suspect: peers in groups
     have no single outlier, yet the slower ones may be faulty. Only for repeated rates, whose band is open above;
     outliers belong to no group.
 
     One fast node is not a group, nor is less than a quarter of all: the others are not slow because a few are fast.
     """
-    if band.high is not None or band.low is None or any(s.half is None for s in standings):
-        return standings
-    rest = [s for s in standings if s.reason != ODD]
+    if band.high is not None or band.low is None or any(s.half is None for s in results):
+        return results
+    rest = [s for s in results if s.reason != ODD]
     fewest = max(2, math.ceil(len(rest) / 4))
-    groups: list[list[Standing]] = []  # fastest first, more than the band between them
+    groups: list[list[PeerResult]] = []  # fastest first, more than the band between them
     for s in sorted(rest, key=lambda s: s.effect, reverse=True):
         if groups and groups[-1][-1].effect - s.effect <= band.width:
             groups[-1].append(s)
@@ -193,5 +193,5 @@ def _split(standings: list[Standing], band: Band) -> list[Standing]:
     doubt = float(np.median([s.half or 0.0 for s in fast]))
     slow = [s for s in rest if s.effect < edge and s.effect + math.hypot(s.half or 0.0, doubt) < pace + band.low]
     if len(slow) < 2:
-        return standings
-    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s in slow else s for s in standings]
+        return results
+    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s in slow else s for s in results]

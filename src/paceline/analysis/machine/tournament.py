@@ -175,7 +175,7 @@ class Tournament:
     notes: tuple[str, ...] = ()
 
 
-def hold(record: RunRecord) -> Tournament:
+def judge_run(record: RunRecord) -> Tournament:
     """Judge by the largest size over all turns together; confirmed if each of at least two turns agrees."""
     samples = [s for s in record.collectives if s.operation == PAIR and s.status == "ok" and s.durations_s]
     if not samples:
@@ -209,7 +209,15 @@ def hold(record: RunRecord) -> Tournament:
         return Tournament(pairs, (), (f"pair tournament: {SHARED_GPU}, so no rank is suspect",))
     if len({r for p in whole for r in p}) < FEWEST_PEERS:
         return Tournament(pairs, (), ("pair tournament of two ranks: it cannot show which of the two is slow",))
-    noise = _noise_ratio(turns)
+    # How far one turn of a pair lies from its true bandwidth, as a MAD: that of the differences between two turns over
+    # sqrt(2); 0 with a single turn. A turn that is faster for all pairs is not noise: each difference is taken from the
+    # median of its turn.
+    first, *others = turns.values()
+    apart: list[float] = []
+    for other in others:
+        logs = np.log([other[p] / first[p] for p in other if p in first])
+        apart += np.abs(logs - np.median(logs)).tolist() if len(logs) else []
+    noise = float(np.median(apart)) / math.sqrt(2) if apart else 0.0
     by_turn = [{(v.kind, v.members) for v in judge(of_turn, nodes, noise)} for of_turn in turns.values()]
     suspects = []
     for verdict in judge(whole, nodes, noise / math.sqrt(len(turns))):
@@ -218,26 +226,22 @@ def hold(record: RunRecord) -> Tournament:
     return Tournament(pairs, tuple(suspects))
 
 
-def _noise_ratio(turns: Mapping[int, Bandwidths]) -> float:
-    """How far one turn of a pair lies from its true bandwidth, as a MAD: that of the differences between two turns over
-    sqrt(2). 0 with a single turn.
-
-    A turn that is faster for all pairs is not noise: each difference is taken from the median of its turn.
-    """
-    first, *others = turns.values()
-    apart: list[float] = []
-    for turn in others:
-        logs = np.log([turn[p] / first[p] for p in turn if p in first])
-        apart += np.abs(logs - np.median(logs)).tolist() if len(logs) else []
-    return float(np.median(apart)) / math.sqrt(2) if apart else 0.0
-
-
 def _suspect(
     record: RunRecord, verdict: Verdict, whole: Bandwidths, places: Mapping[int, Place], confirmed: bool
 ) -> Suspect:
     ranks = verdict.members
     if verdict.kind == NODE:
         ranks = tuple(r for r, place in places.items() if place.node in verdict.members)
+    names = " and ".join(rank_name(r, places[r]) for r in ranks)
+    if verdict.kind == LINK:
+        what = f"the link between {names} carries {_rate(whole[ranks[0], ranks[1]])}"
+        why = f"{verdict.ratio:.0%} of the other pairs, while both ranks are fast with others"
+    else:
+        inside = ", ".join(f"rank {r} {places[r].device}" for r in ranks)
+        across = {p for p in whole if verdict.kind == RANK or places[p[0]].node != places[p[1]].node}
+        own = float(np.median([whole[p] for p in across if set(p) & set(ranks)]))
+        what = f"node {places[ranks[0]].host} ({inside}) is slow" if verdict.kind == NODE else f"{names} is slow"
+        why = f"{_rate(own)} at the median of its pairs, {verdict.ratio:.0%} of the other pairs"
     return Suspect(
         kind=verdict.kind,
         ranks=ranks,
@@ -246,26 +250,9 @@ def _suspect(
         ratio=verdict.ratio,
         z=verdict.z,
         confirmed=confirmed,
-        text=_text(verdict, ranks, whole, places, confirmed),
+        text=f"{what}: {why}; {'' if confirmed else 'not '}confirmed by a second turn",
         runs=(record.spec.run_id,),
     )
-
-
-def _text(
-    verdict: Verdict, ranks: Sequence[int], whole: Bandwidths, places: Mapping[int, Place], confirmed: bool
-) -> str:
-    names = " and ".join(rank_name(r, places[r]) for r in ranks)
-    inside = ", ".join(f"rank {r} {places[r].device}" for r in ranks)
-    if verdict.kind == LINK:
-        own = whole[ranks[0], ranks[1]]
-        what = f"the link between {names} carries {_rate(own)}"
-        why = f"{verdict.ratio:.0%} of the other pairs, while both ranks are fast with others"
-    else:
-        across = {p for p in whole if verdict.kind == RANK or places[p[0]].node != places[p[1]].node}
-        own = float(np.median([whole[p] for p in across if set(p) & set(ranks)]))
-        what = f"node {places[ranks[0]].host} ({inside}) is slow" if verdict.kind == NODE else f"{names} is slow"
-        why = f"{_rate(own)} at the median of its pairs, {verdict.ratio:.0%} of the other pairs"
-    return f"{what}: {why}; {'confirmed by a second turn' if confirmed else 'not confirmed by a second turn'}"
 
 
 def rank_name(rank: int, place: Place) -> str:

@@ -166,8 +166,6 @@ def _targets(scored: Sequence[Scored]) -> Iterator[AccuracyTarget]:
 
 # --- replicas ---
 
-Question = Mapping[int, str | None]
-
 
 class Agreement(NamedTuple):
     """How a replica compares with the others: questions asked, how many it answered differently from most (or without a
@@ -185,24 +183,23 @@ def _agreements(records: Sequence[RunRecord]) -> dict[int, Agreement]:
     for launch, record in enumerate(records):
         for answer in record.answers:
             questions[launch, answer.sample][answer.replica] = None if answer.error else answer.text
-    replicas = sorted({answer.replica for record in records for answer in record.answers})
-    return {replica: _agreement(replica, list(questions.values())) for replica in replicas}
-
-
-def _agreement(replica: int, questions: Sequence[Question]) -> Agreement:
-    ours = [texts for texts in questions if replica in texts]
-    if not any(texts[replica] for texts in ours):
-        return Agreement(SILENT, len(ours), len(ours))
-    odd, split = [], []
-    for texts in ours:
-        most, count = Counter(texts.values()).most_common(1)[0]
-        if 2 * count <= len(texts) or most is None:
-            split.append(texts)
-        elif texts[replica] != most:
-            odd.append(texts)
-    verdict = DIFFERS if odd else UNDECIDED if split else AGREES
-    alike = (len({None if text is None else text[:BEGINNING] for text in q.values()}) == 1 for q in odd or split)
-    return Agreement(verdict, len(ours), len(odd or split), all(alike))
+    agreements = {}
+    for replica in sorted({answer.replica for record in records for answer in record.answers}):
+        ours = [texts for texts in questions.values() if replica in texts]
+        if not any(texts[replica] for texts in ours):
+            agreements[replica] = Agreement(SILENT, len(ours), len(ours))
+            continue
+        odd, split = [], []
+        for texts in ours:
+            most, count = Counter(texts.values()).most_common(1)[0]
+            if 2 * count <= len(texts) or most is None:
+                split.append(texts)
+            elif texts[replica] != most:
+                odd.append(texts)
+        verdict = DIFFERS if odd else UNDECIDED if split else AGREES
+        alike = (len({None if text is None else text[:BEGINNING] for text in q.values()}) == 1 for q in odd or split)
+        agreements[replica] = Agreement(verdict, len(ours), len(odd or split), all(alike))
+    return agreements
 
 
 def _replicas(

@@ -5,7 +5,7 @@ Every curve has a bounded number of points, so a run with a million requests mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -176,24 +176,19 @@ def _since(times: Seconds, edges: Seconds) -> Seconds:
 
 def _tokens_per_s(answered: Sequence[RequestSample], edges: Seconds) -> tuple[float, ...]:
     """Token rate over time. Tokens of one event, or of an answer whose events were not timed, are spread evenly."""
-    times = [part for request in answered for part in _token_times(request)]
-    at = np.concatenate([moments for moments, _ in times]) if times else np.zeros(0)
-    weights = np.concatenate([np.full(len(moments), each) for moments, each in times]) if times else np.zeros(0)
-    counted, _ = np.histogram(at, edges, weights=weights)
+    times, weights = [np.zeros(0)], [np.zeros(0)]
+    for request in answered:
+        first, tokens = first_token_ns(request), measurements.tokens_of(request)
+        if first is None or request.last_ns is None or tokens < 1:
+            continue
+        if request.token_ns:
+            gaps = np.asarray(request.token_ns, dtype=np.int64)
+            times.append((first + np.concatenate([[0], np.cumsum(gaps)])) / NS)
+        else:
+            times.append(np.linspace(first, request.last_ns, tokens) / NS)
+        weights.append(np.full(len(times[-1]), tokens / len(times[-1])))
+    counted, _ = np.histogram(np.concatenate(times), edges, weights=np.concatenate(weights))
     return tuple((counted / np.diff(edges)).round(3).tolist())
-
-
-def _token_times(request: RequestSample) -> Iterator[tuple[Seconds, float]]:
-    """Times of the events with content, and the tokens that each stands for."""
-    first = first_token_ns(request)
-    if first is None or request.last_ns is None or measurements.tokens_of(request) < 1:
-        return
-    if request.token_ns:
-        gaps = np.asarray(request.token_ns, dtype=np.int64)
-        moments = (first + np.concatenate([[0], np.cumsum(gaps)])) / NS
-    else:
-        moments = np.linspace(first, request.last_ns, measurements.tokens_of(request)) / NS
-    yield moments, measurements.tokens_of(request) / len(moments)
 
 
 QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.analysis.findings import HIGHER, LOWER
 from paceline.analysis.served import latency_bounds, measurements
-from paceline.analysis.served.loads import NS, Served, Stretch
+from paceline.analysis.served.loads import NS, Served
 from paceline.analysis.served.token_times import first_token_ns
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
@@ -62,26 +62,24 @@ def why_unbounded(found: Resampled, metric: str) -> str:
 def _slices(launch: Served) -> Array:
     """Tokens and seconds of every slice of the load. The tokens of an answer are spread evenly between its first and
     last. Prefill and decode alternate, so slices differ by more than launches do."""
-    answered = launch.answered
-    if not answered or launch.wall_s() <= 0:
+    if not launch.answered or launch.wall_s() <= 0:
         return np.empty((0, 2))
-    count = min(max(len(answered) // ANSWERS_PER_SLICE, FEWEST_SLICES), MOST_SLICES)
-    return np.vstack([_slices_of(stretch, count) for stretch in launch.stretches])
-
-
-def _slices_of(stretch: Stretch, count: int) -> Array:
-    answered = [request for request in stretch.requests if request.error is None]
-    tokens = np.array([measurements.tokens_of(request) for request in answered], dtype=np.float64)
-    last = np.array([request.last_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
-    first = np.array([first_token_ns(request) or request.ended_ns or 0 for request in answered], dtype=np.float64)
-    edges = np.linspace(stretch.started_ns, stretch.ended_ns, count + 1)
-    # Tokens made until each edge: the first when it arrived, the others evenly until the last.
-    shares = (np.clip((edge - first) / np.maximum(last - first, 1.0), 0.0, 1.0) for edge in edges)
-    made = [
-        float(((edge >= first) * np.minimum(tokens, 1.0) + share * np.maximum(tokens - 1.0, 0.0)).sum())
-        for edge, share in zip(edges, shares, strict=True)
-    ]
-    return np.column_stack([np.diff(made), np.diff(edges) / NS])
+    count = min(max(len(launch.answered) // ANSWERS_PER_SLICE, FEWEST_SLICES), MOST_SLICES)
+    slices = []
+    for stretch in launch.stretches:
+        answered = [request for request in stretch.requests if request.error is None]
+        tokens = np.array([measurements.tokens_of(request) for request in answered], dtype=np.float64)
+        last = np.array([request.last_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
+        first = np.array([first_token_ns(request) or request.ended_ns or 0 for request in answered], dtype=np.float64)
+        edges, made = np.linspace(stretch.started_ns, stretch.ended_ns, count + 1), []
+        for edge in edges:
+            # Tokens made until here: the first when it arrived, the others evenly until the last.
+            share = np.clip((edge - first) / np.maximum(last - first, 1.0), 0.0, 1.0)
+            made.append(
+                float(((edge >= first) * np.minimum(tokens, 1.0) + share * np.maximum(tokens - 1.0, 0.0)).sum())
+            )
+        slices.append(np.column_stack([np.diff(made), np.diff(edges) / NS]))
+    return np.vstack(slices)
 
 
 # --- the best load within limits ---

@@ -127,7 +127,7 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
         straggler_s=straggler_s,
         straggler_ratio=straggler_s / wall if straggler_s is not None and wall > 0 else None,
         uneven_ratio=uneven,
-        text=" ".join([*_sentences(shares, combined, speedup, over, best, straggler_s, wall), *_losses(served)]),
+        text=" ".join(_sentences(served, shares, combined, speedup, over, best, straggler_s)),
         runs=served.runs,
         is_paired=bool(alone),
         over=over,
@@ -212,15 +212,15 @@ def _straggling(served: Served, numbers: Sequence[int]) -> tuple[float, float | 
 
 
 def _sentences(
+    served: Served,
     shares: Sequence[ReplicaShare],
     combined: Measurement,
     speedup: Measurement | None,
     over: str,
     best: ReplicaShare | None,
     straggler_s: float | None,
-    wall_s: float,
 ) -> Iterator[str]:
-    beside = ""
+    beside, wall_s = "", served.wall_s()
     if speedup is not None and speedup.value is not None and best is not None:
         own = f"replica {best.replica}, {_by_itself(best):,.0f} tokens/s"
         beside = f", {speedup.value:.2f} times {over} ({own})"
@@ -234,16 +234,13 @@ def _sentences(
         if share.died_s is not None:
             died = f"Failed: replica {share.replica} died after {share.died_s:.1f} s"
             yield f"{died}; others took {share.reassigned} of its samples."
-
-
-def _losses(served: Served) -> Iterator[str]:
-    """Lost nodes, even if no replica's death shows it: late, when its requests were answered."""
+    # Lost nodes, even if no replica's death shows it: late, when its requests were answered.
     runs = [record for record in served.records if record.lost_nodes]
     nodes = sorted({node for record in runs for node in record.lost_nodes})
     if nodes:
         named = f"node{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"
-        share = f"{len(runs)} of {len(served.records)} runs"
-        yield f"In {share} {named} was lost before the end; the rest continued without it."
+        part = f"{len(runs)} of {len(served.records)} runs"
+        yield f"In {part} {named} was lost before the end; the rest continued without it."
 
 
 # --- dynamic over static ---

@@ -107,11 +107,6 @@ class Stretch:
     clients: tuple[ClientSample, ...] = ()
 
     @property
-    def number(self) -> int:
-        """The stage number, which client samples refer to."""
-        return self.requests[0].stage
-
-    @property
     def started_ns(self) -> int:
         return self.stage.started_ns if self.stage else 0
 
@@ -281,7 +276,7 @@ def gather(records: Sequence[RunRecord]) -> list[Served]:
         if len(by_load) < 2 and not (by_load and serving and serving.scenario in STAGED_SCENARIOS):
             loads.append(Served(tuple(stretches)))
             continue
-        parts = sorted(by_load.items(), key=lambda part: min(stretch.number for stretch in part[1]))
+        parts = sorted(by_load.items(), key=lambda part: min(stretch.requests[0].stage for stretch in part[1]))
         loads += [Served(tuple(found), load) for load, found in parts]
     return loads
 

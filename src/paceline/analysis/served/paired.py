@@ -171,7 +171,20 @@ def _differences(record: RunRecord, pair: tuple[int, int]) -> Iterator[Differing
         for path, (first, second) in machine.fingerprint_diff(machines[ours.host], machines[theirs.host]).items():
             if not path.startswith(_IGNORED):
                 yield Differing(path=path, first=_text(first), second=_text(second))
-        yield from _conditions(record, (ours.host, theirs.host))
+        # Medians of the gauges on each host, only if they differ.
+        for name, label, unit, factor in (
+            ("temperature_c", "temperature", "C", 1.0),
+            ("sm_clock_hz", "SM clock", "MHz", 1e-6),
+        ):
+            values = [
+                gauges.known(getattr(s, name) for s in record.gauges if s.host == host and s.device is not None)
+                for host in (ours.host, theirs.host)
+            ]
+            if all(values):
+                low, high = sorted(float(np.median(each)) for each in values)
+                if high - low > (TEMPERATURE_APART_C if unit == "C" else CLOCK_APART * high):
+                    texts = [f"{factor * float(np.median(each)):.0f} {unit}" for each in values]
+                    yield Differing(path=label, first=texts[0], second=texts[1])
 
 
 def _facts(sample: ReplicaSample) -> dict[str, Scalar]:
@@ -182,20 +195,3 @@ def _facts(sample: ReplicaSample) -> dict[str, Scalar]:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
-
-
-def _conditions(record: RunRecord, hosts: tuple[str, str]) -> Iterator[Differing]:
-    """Medians of the gauges on each host, only if they differ."""
-    for name, label, unit, factor in (
-        ("temperature_c", "temperature", "C", 1.0),
-        ("sm_clock_hz", "SM clock", "MHz", 1e-6),
-    ):
-        values = [
-            gauges.known(getattr(s, name) for s in record.gauges if s.host == host and s.device is not None)
-            for host in hosts
-        ]
-        if all(values):
-            a, b = (float(np.median(found)) for found in values)
-            if abs(a - b) > (TEMPERATURE_APART_C if unit == "C" else CLOCK_APART * max(a, b)):
-                first, second = (f"{factor * value:.0f} {unit}" for value in (a, b))
-                yield Differing(path=label, first=first, second=second)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.campaign.live.progress import left_text, pulse_text, title
-from paceline.campaign.run.supervision import Observer
 from paceline.experiment.spec import RunSpec
 from paceline.results.campaign_file import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
 from paceline.results.records import Status
@@ -180,8 +179,3 @@ class Bars(Lines):
 
 def observer_for(console: Console) -> Lines:
     return Bars(console) if console.is_terminal else Lines(console)
-
-
-def _implements_observer(lines: Lines) -> Observer:
-    """Lets the type checker verify the protocol."""
-    return lines

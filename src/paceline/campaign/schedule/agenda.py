@@ -211,7 +211,15 @@ def occasions(out: Path, name: str) -> list[Occasion]:
     The newest start without an end is running while the lock is taken; all others without an end were interrupted.
     """
     by_id: dict[str, dict[str, Any]] = {}
-    for event in _events(folder_of(out, name) / HISTORY):
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (folder_of(out, name) / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
+        event = None
+        with contextlib.suppress(ValueError, RecursionError):
+            event = safe_text.document(json.loads(line), line)
+        if not isinstance(event, dict):
+            continue  # a crash truncated this line
         about = by_id.setdefault(str(event.get("occasion")), {})
         what, at, sentence = event.get("event"), event.get("at"), event.get("sentence")
         if what in ("began", "skipped"):
@@ -231,19 +239,6 @@ def occasions(out: Path, name: str) -> list[Occasion]:
     complete = (about for about in by_id.values() if isinstance(about.get("began_at"), int | float))
     known = {f.name for f in dataclasses.fields(Occasion)}
     return [Occasion(**{k: v for k, v in about.items() if k in known}) for about in complete]
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """The readable lines of a history; a line that a crash truncated is skipped."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            event = safe_text.document(json.loads(line), line)
-            if isinstance(event, dict):
-                yield event
 
 
 def due_time(schedule: Schedule, past: Sequence[Occasion], now: datetime, within: timedelta) -> datetime | None:

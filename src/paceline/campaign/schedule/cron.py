@@ -153,25 +153,17 @@ def _check_zone(name: str) -> None:
     if not known:
         raise RequestError("--timezone: this host has no time zone database. Run `pip install tzdata`.")
     if name not in known:
-        close = (
-            _abbreviated(name, known) if _ABBREVIATION.fullmatch(name) else difflib.get_close_matches(name, known, 1)
-        )
+        close = difflib.get_close_matches(name, known, 1)
+        if _ABBREVIATION.fullmatch(name):
+            # Zones with this abbreviation in winter or summer; none if there are many.
+            seasons = [datetime(datetime.now(UTC).year, month, 1, tzinfo=UTC) for month in (1, 7)]
+            zones = [zoneinfo.ZoneInfo(zone) for zone in sorted(known) if "/" in zone]
+            close = [zone.key for zone in zones if any(s.astimezone(zone).tzname() == name for s in seasons)]
+            close = close if len(close) <= MOST_MEANT else []
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise RequestError(
             f"--timezone: got {name!r}, expected a name of the tz database, such as Asia/Seoul or UTC.{hint}"
         )
-
-
-def _abbreviated(name: str, known: Collection[str]) -> list[str]:
-    """Zones with this abbreviation; none if there are many."""
-    year = datetime.now(UTC).year
-    seasons = [datetime(year, month, 1, tzinfo=UTC) for month in (1, 7)]
-
-    def shown(zone: str) -> set[str | None]:
-        return {season.astimezone(zoneinfo.ZoneInfo(zone)).tzname() for season in seasons}
-
-    zones = sorted(zone for zone in known if "/" in zone and name in shown(zone))
-    return zones if len(zones) <= MOST_MEANT else []
 
 
 def wall(moment: datetime, zone: tzinfo) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.analysis.findings.cell_axes import axis_text, telling_axes
+from paceline.analysis.findings.cell_axes import axis_text, distinguishing_axes
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled
 from paceline.report.text.cells import THROUGHPUT, cell_name, ranked_cells
 from paceline.wording import MISSING, Scale, format_parts, scale_of
@@ -56,7 +56,7 @@ def sentence(report: Report) -> str:
     if not order:
         return ""
     what = " and ".join(dict.fromkeys(f"{a['model']} by {a['method']}" for a in axes))
-    named = [name for name in telling_axes(axes) if name not in ("model", "method", "world_size")]
+    named = [name for name in distinguishing_axes(axes) if name not in ("model", "method", "world_size")]
     rows = [
         f"{cell_name(report, cell, a, named)} on {axis_text('world_size', a)} {by_cell[cell]}"
         for cell, a in zip(order, axes, strict=True)
@@ -71,7 +71,7 @@ def _table(report: Report, tuned: Mapping[str, Known]) -> Table:
     planned = all(any(cell in outcome.names for outcome in report.effects) for cell in tuned)
     # In a design, the name of a cell already says how it differs from the baseline.
     settings = [] if planned else [name for name in SETTINGS if name not in same]
-    named = [name for name in telling_axes(list(axes.values())) if name not in {*SETTINGS, *same}]
+    named = [name for name in distinguishing_axes(list(axes.values())) if name not in {*SETTINGS, *same}]
     names = {cell: cell_name(report, cell, a, named) for cell, a in axes.items()}
 
     def setting(name: str) -> Filled[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
-from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, telling_axes
+from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, distinguishing_axes
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
@@ -146,7 +146,7 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
 def varying_axes(report: Report) -> tuple[str, ...]:
     """Axes that distinguish the runs of the report, including the kind of device."""
     runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}
-    return telling_axes([_placed(run.axes, run.device_name) for run in runs.values()])
+    return distinguishing_axes([_placed(run.axes, run.device_name) for run in runs.values()])
 
 
 def axes_of(report: Report, cell: str) -> Mapping[str, Scalar] | None:

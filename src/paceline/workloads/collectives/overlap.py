@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.results.machine_samples import OverlapSample
 from paceline.workloads.collectives.ensemble import Ensemble, affordable
 from paceline.workloads.collectives.operations import OPERATIONS, Launch
+from paceline.workloads.collectives.options import Options
 from paceline.workloads.collectives.payload import Payload
-
-if TYPE_CHECKING:
-    from paceline.workloads.collectives.options import Options
 
 OPERATION = OPERATIONS["all_reduce"]
 LARGEST_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}

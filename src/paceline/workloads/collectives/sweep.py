@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,20 @@ import torch.distributed as dist
 from paceline.results.machine_samples import CollectiveSample
 from paceline.workloads.collectives.ensemble import Ensemble, affordable, first_line
 from paceline.workloads.collectives.operations import OPERATIONS, Buffers, Launch, Operation
+from paceline.workloads.collectives.options import Options
 from paceline.workloads.collectives.payload import TORCH_DTYPES, Payload
-from paceline.workloads.collectives.schedule import sizes
 
-if TYPE_CHECKING:
-    from paceline.workloads.collectives.options import Options
+
+def sizes(min_bytes: int, max_bytes: int, factor: int) -> tuple[int, ...]:
+    """min, min x factor, ... up to max.
+
+    >>> sizes(8, 100, 2)
+    (8, 16, 32, 64)
+    """
+    steps = [min_bytes]
+    while steps[-1] * factor <= max_bytes:
+        steps.append(steps[-1] * factor)
+    return tuple(steps) if min_bytes <= max_bytes else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from paceline.results.machine_samples import CollectiveSample
 from paceline.workloads.collectives.ensemble import Ensemble, affordable
 from paceline.workloads.collectives.operations import OPERATIONS, Segment, exchange
+from paceline.workloads.collectives.options import Options
 from paceline.workloads.collectives.payload import TORCH_DTYPES, Payload
-from paceline.workloads.collectives.schedule import Pair, rounds
-
-if TYPE_CHECKING:
-    from paceline.workloads.collectives.options import Options
 
 TURNS = 2
 DTYPE = "int8"
 WARMUP = 2
+Pair = tuple[int, int]
+
+
+def rounds(ranks: int, turn: int) -> list[tuple[Pair, ...]]:
+    """Rounds of disjoint pairs that contain every pair once. The second turn combines pairs differently.
+
+    It uses another order of ranks. A round that occurred in the first turn (four ranks have only three ways to form two
+    pairs) is played pair by pair.
+    """
+    first = list(_circle(range(ranks)))
+    if turn == 0:
+        return first
+    # Rotations and reversals give the same rounds; squares do not.
+    second = _circle(sorted(range(ranks), key=lambda rank: (rank * rank % ranks, rank)))
+    known = set(first)
+    return [part for pairs in second for part in ([(pair,) for pair in pairs] if pairs in known else [pairs])]
+
+
+def _circle(order: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
+    """The circle method: one position stays and the others rotate; with an odd number of ranks, one rests per round."""
+    seats: list[int | None] = [*order, None] if len(order) % 2 else [*order]
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield tuple(sorted((min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None))
+        seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
 class Tournament:

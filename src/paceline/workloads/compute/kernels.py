@@ -187,9 +187,15 @@ def prepare(row: Row, shape: Shape, device: torch.device) -> Kernel:
         return _matmul(row, device)
     if row.kernel == "copy":
         return _copy(_random_bytes(row.dims[0], device), device)
-    if row.kernel in ("h2d", "d2h"):
-        return _bus_copy(row, device)
-    return _attention(row, shape, device)
+    if row.kernel not in ("h2d", "d2h"):
+        return _attention(row, shape, device)
+    # Pinned copies between host and device are queued like a kernel; pageable ones block the host.
+    if device.type != "cuda":
+        raise UnsupportedError("a CPU has no separate device memory")
+    host, pinned = torch.device("cpu"), row.variant == "pinned"
+    if row.kernel == "h2d":
+        return _copy(_random_bytes(row.dims[0], host, pinned), device, asynchronous=pinned)
+    return _copy(_random_bytes(row.dims[0], device), host, pinned, asynchronous=pinned)
 
 
 def count_wrong(found: Tensor, exact: Tensor, tolerance: float) -> int:
@@ -266,16 +272,6 @@ def _copy(source: Tensor, device: torch.device, pinned: bool = False, asynchrono
         return int((target.cpu() != source.cpu()).sum().item())
 
     return Kernel(lambda: target.copy_(source, non_blocking=asynchronous), wrong)
-
-
-def _bus_copy(row: Row, device: torch.device) -> Kernel:
-    """A copy between host and device. Pinned copies are queued like a kernel; pageable ones block the host."""
-    if device.type != "cuda":
-        raise UnsupportedError("a CPU has no separate device memory")
-    host, pinned = torch.device("cpu"), row.variant == "pinned"
-    if row.kernel == "h2d":
-        return _copy(_random_bytes(row.dims[0], host, pinned), device, asynchronous=pinned)
-    return _copy(_random_bytes(row.dims[0], device), host, pinned, asynchronous=pinned)
 
 
 # --- attention ---

@@ -8,6 +8,7 @@ has the GPU to itself. API keys of replicas pass through it and are written nowh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import socket
@@ -55,7 +56,7 @@ class Ranks:
         return cls(store, seat, timeout_s)
 
     def publish(self, own: Sequence[Replica]) -> None:
-        self._store.set(_replicas_key(self._seat.rank), json.dumps([replica.to_dict() for replica in own]))
+        self._store.set(_replicas_key(self._seat.rank), json.dumps([dataclasses.asdict(replica) for replica in own]))
 
     def all_replicas(self) -> list[Replica]:
         """The replicas of all ranks in rank order; UnsupportedError names one that this host cannot reach."""

@@ -44,13 +44,9 @@ class Replica:
     host: str
     endpoint: Endpoint
 
-    def to_dict(self) -> dict[str, Any]:
-        e = self.endpoint
-        fields = {"url": e.url, "model": e.model, "secret": e.secret, "certificates": e.certificates}
-        return {"rank": self.rank, "host": self.host, "endpoint": {**fields, "facts": dict(e.facts)}}
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Replica:
+        """The inverse of `dataclasses.asdict`."""
         return cls(rank=raw["rank"], host=raw["host"], endpoint=Endpoint(**raw["endpoint"]))
 
 
@@ -108,7 +104,8 @@ class Session:
         self._endpoints = [replica.endpoint for replica in replicas]
         self._targets = [target_of(endpoint, serving.api) for endpoint in self._endpoints]
         self._bodies: dict[int, bytes | tuple[bytes, ...]] = {}
-        self._limits = limits_of(serving)
+        ns = {name: None if limit is None else round(limit * NS) for name, limit in serving.limits.items()}
+        self._limits = Limits(ttft_ns=ns["ttft_s"], tpot_ns=ns["tpot_s"], latency_ns=ns["latency_s"])
         # Requests per second of the last load.
         self.pace_per_s = 0.0
         self._origin_ns: int | None = None
@@ -382,14 +379,6 @@ def paced_of(results: Sequence[RequestResult]) -> float:
     others = [result for result in results if result.due_ns < last_ns]
     sent = sum(result.sent_ns is not None and result.sent_ns <= last_ns for result in others)
     return sent / len(others) if others else 0.0
-
-
-def limits_of(serving: Serving) -> Limits:
-    def ns(name: str) -> int | None:
-        limit = serving.limits[name]
-        return None if limit is None else round(limit * NS)
-
-    return Limits(ttft_ns=ns("ttft_s"), tpot_ns=ns("tpot_s"), latency_ns=ns("latency_s"))
 
 
 # --- progress ---

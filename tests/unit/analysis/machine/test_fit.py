@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from paceline.analysis.machine import fabric
-from paceline.analysis.machine.alpha_beta import HELD_AT_ZERO, line_through
+from paceline.analysis.machine.fabric import ALPHA_FIXED, line_through
 
 SIZES = [2**k for k in range(3, 31)]
 ALPHA, BETA = 20e-6, 12.5e9
@@ -17,7 +17,7 @@ def test_exact_data_give_exact_numbers() -> None:
     assert line.alpha_s == pytest.approx(ALPHA, rel=1e-9)
     assert line.beta_bytes_per_s == pytest.approx(BETA, rel=1e-9)
     assert line.residual_ratio < 1e-9
-    assert not line.held
+    assert not line.is_fixed
 
 
 def test_noisy_data_give_them_within_a_few_percent() -> None:
@@ -49,7 +49,7 @@ def test_a_negative_start_is_held_at_zero_and_said() -> None:
     (fit,) = fabric.analyse([made.build_record(samples=samples)]).fits
     assert fit.alpha_s == 0
     assert fit.beta_bytes_per_s > 0
-    assert fit.note == HELD_AT_ZERO
+    assert fit.note == ALPHA_FIXED
 
 
 def test_time_that_falls_with_size_has_no_fit_and_a_sentence(golden: object) -> None:

@@ -82,15 +82,15 @@ def test_groups_are_found_in_noise() -> None:
     ],
 )
 def test_a_temperature_outside_the_band_of_spread_peers_is_suspect(celsius: list[float], outside: set[float]) -> None:
-    standings = among_peers(np.array(celsius, dtype=np.float64)[:, None], Band(-10, 10))
+    results = among_peers(np.array(celsius, dtype=np.float64)[:, None], Band(-10, 10))
     expected = [(SUSPECT, SPREAD) if c in outside else (PASS, "") for c in celsius]
-    assert [(s.verdict, s.reason) for s in standings] == expected
+    assert [(s.verdict, s.reason) for s in results] == expected
 
 
 def test_memory_outside_the_band_of_spread_peers_is_suspect() -> None:
     values = np.log(np.repeat(np.array([40.0, 40.0, 44.0, 44.0])[:, None], 5, axis=1))
-    standings = among_peers(values, Band(math.log(0.98), math.log(1.02)))
-    assert {(s.verdict, s.reason) for s in standings} == {(SUSPECT, SPREAD)}
+    results = among_peers(values, Band(math.log(0.98), math.log(1.02)))
+    assert {(s.verdict, s.reason) for s in results} == {(SUSPECT, SPREAD)}
 
 
 def test_a_rate_under_the_band_of_spread_peers_is_suspect_where_the_repeats_are_sure() -> None:
@@ -103,8 +103,8 @@ def test_a_rate_under_the_band_of_spread_peers_is_suspect_where_the_repeats_are_
 
 
 def test_a_device_outside_the_band_of_a_spread_baseline_is_suspect() -> None:
-    (standing,) = beside_baseline(np.array([[88.0]]), np.array([60.0, 70.0, 75.0, 80.0, 90.0]), Band(-10, 10))
-    assert (standing.verdict, standing.reason) == (SUSPECT, SPREAD)
+    (result,) = beside_baseline(np.array([[88.0]]), np.array([60.0, 70.0, 75.0, 80.0, 90.0]), Band(-10, 10))
+    assert (result.verdict, result.reason) == (SUSPECT, SPREAD)
 
 
 def test_the_evidence_says_that_peers_spread(golden: object) -> None:

@@ -22,7 +22,7 @@ from paceline.analysis.machine.peers import (
     PAIR,
     SCATTER,
     Band,
-    Standing,
+    PeerResult,
     among_peers,
     beside_baseline,
     repeats_for,
@@ -139,7 +139,7 @@ def test_a_baseline_decides_no_node_whose_repeats_scatter() -> None:
 )
 def test_the_repeats_that_tell_follow_from_the_scatter(doubt: float, repeats: int | None) -> None:
     """Of five repeats: the doubt shrinks by t(n - 1) / sqrt(n), from 1.241 to 0.715 at ten; never to fewer than ten."""
-    assert repeats_for(Standing(0.0, doubt, 0.0, doubt=doubt), 5, Band(-0.05, None)) == repeats
+    assert repeats_for(PeerResult(0.0, doubt, 0.0, doubt=doubt), 5, Band(-0.05, None)) == repeats
 
 
 # --- nodes ---
@@ -150,7 +150,7 @@ def test_the_evidence_says_why_and_how_many_repeats_tell(golden: object) -> None
         synthetic.healthy(4, pace=lambda r, i: math.exp(scattered([0.0] * 4, 0.05)[r][i]))
     ).verdicts
     assert verdict.verdict == UNDECIDED
-    training = next(e for e in verdict.evidence if e.kind == "training not told")
+    training = next(e for e in verdict.evidence if e.kind == "training undecided")
     assert training.verdict == UNDECIDED
     assert training.text == golden
     assert "NVIDIA" in training.text
@@ -193,10 +193,10 @@ def test_headline_tables_and_charts_say_undecided(golden: object) -> None:
     assert second == golden
     assert "node-0" in second
     assert "bf16" in second
-    standings, reasons = shown.tables(report)
-    assert [row[1].text for row in standings.rows] == ["inconclusive"] * 4
-    assert {cell.tone for row in standings.rows for cell in row[1:]} == {""}
-    assert any(note.startswith("Inconclusive: ") for note in standings.notes)
+    results, reasons = shown.tables(report)
+    assert [row[1].text for row in results.rows] == ["inconclusive"] * 4
+    assert {cell.tone for row in results.rows for cell in row[1:]} == {""}
+    assert any(note.startswith("Inconclusive: ") for note in results.notes)
     assert reasons.title == golden
     (chart,) = charts.nodes.nodes(report)
     assert {p.series for p in chart.points if p.group == "training"} == {"inconclusive"}

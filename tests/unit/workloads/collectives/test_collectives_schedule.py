@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from paceline.workloads.collectives.operations import OPERATIONS
-from paceline.workloads.collectives.schedule import rounds, sizes
+from paceline.workloads.collectives.sweep import sizes
+from paceline.workloads.collectives.tournament import rounds
 
 
 def test_sizes_go_up_by_the_factor_and_stop_at_the_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import socket
 import threading
@@ -146,7 +147,7 @@ def test_whoever_does_not_say_that_it_heard_is_not_waited_for(monkeypatch: pytes
 
 def test_a_key_does_not_show_and_arrives() -> None:
     assert "'s'" not in repr(replica(0))
-    assert Replica.from_dict(replica(0).to_dict()) == replica(0)
+    assert Replica.from_dict(dataclasses.asdict(replica(0))) == replica(0)
 
 
 def test_whether_somebody_listens() -> None:
