@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, add_out_option, add_verb, console, print_plain
+from paceline.cli.verbs import OK, SOME_FAILED, add_list_option, add_out_option, add_verb, console, print_plain
 
 
 def add_verbs(verbs: Any) -> None:
@@ -21,12 +21,8 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("capsule", type=Path, metavar="CAPSULE", help="an archive written by `paceline capsule`")
     add_out_option(verb, "directory for the new runs", "replays")
     verb.add_argument("--launcher", metavar="NAME", help="where to run; see `paceline list launchers`")
-    verb.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the launcher, steps, repeats or limits"
-    )
-    verb.add_argument(
-        "--only", action="append", default=[], metavar="CELL", help="replay only cells or runs whose name begins so"
-    )
+    add_list_option(verb, "--set", "KEY=VALUE", "change the launcher, steps, repeats or limits")
+    add_list_option(verb, "--only", "CELL", "replay only cells or runs whose name begins so")
     verb.add_argument("--dry-run", action="store_true", help="show what would run, start nothing")
     verb.add_argument(
         "--allow-modules", action="store_true", help="allow plugins named by module; this runs their code"

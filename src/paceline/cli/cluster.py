@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_verb, print_checks
+from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_list_option, add_verb, print_checks
 from paceline.errors import RequestError, require
 
 DEFAULT_NAMESPACE = "paceline"
@@ -25,9 +25,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument(
         "--kind", action="append", metavar="KIND", help="allow this kind of job: job (default), jobset or trainjob"
     )
-    verb.add_argument(
-        "--quota", action="append", default=[], metavar="KEY=VALUE", help="resource quota, such as pods=8"
-    )
+    add_list_option(verb, "--quota", "KEY=VALUE", "resource quota, such as pods=8")
     verb.add_argument("--image", metavar="IMAGE", help="also write a smoke-test job that starts this image")
     target = verb.add_mutually_exclusive_group()
     target.add_argument("--out", type=Path, metavar="DIR", help="write files to DIR instead of printing them")

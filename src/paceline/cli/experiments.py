@@ -9,14 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.results import (
-    add_report_options,
-    baseline_of,
-    conclude,
-    costing_of,
-    exporters_of,
+from paceline.cli.results import add_report_options, baseline_of, conclude, costing_of, exporters_of
+from paceline.cli.verbs import (
+    DEFAULT_OUT,
+    OK,
+    Parser,
+    add_list_option,
+    add_out_option,
+    add_verb,
+    console,
+    print_hanging,
+    print_plain,
 )
-from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_out_option, add_verb, console, print_hanging, print_plain
 
 if TYPE_CHECKING:
     from paceline.experiment.spec import RunSpec
@@ -44,9 +48,7 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
         help="where to run: a name from `paceline list launchers`, with options as NAME:OPTION=VALUE,..., or a YAML "
         "file with name and options",
     )
-    verb.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field; a list of values makes an axis"
-    )
+    add_list_option(verb, "--set", "KEY=VALUE", "set a field; a list of values makes an axis")
     verb.add_argument(
         "--benchmark", default="all", metavar="KIND", help="run only comm, training or memory cells (default: all)"
     )

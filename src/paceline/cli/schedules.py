@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_out_option, add_verb, require_directory
+from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_list_option, add_out_option, add_verb, require_directory
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:
@@ -43,19 +43,14 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--replace", action="store_true", help="replace the schedule of that name")
     verb.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="what starts it (default: %(default)s)")
     verb.add_argument("--launcher", metavar="NAME|FILE", help="as for `paceline run`")
-    verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `paceline run`")
+    add_list_option(verb, "--set", "KEY=VALUE", "as for `paceline run`")
     verb.add_argument("--fail-on-regression", type=float, metavar="PCT", help="as for `paceline compare`")
     verb.add_argument("--notify-command", metavar="COMMAND", help="shell command after each run; see docs/schedule.md")
     verb.add_argument(
         "--webhook", metavar="VARIABLE", help="environment variable with the URL to POST to after each run"
     )
-    verb.add_argument(
-        "--webhook-header",
-        action="append",
-        default=[],
-        metavar="NAME=VARIABLE",
-        help="HTTP header, with its value in an environment variable",
-    )
+    header = "HTTP header, with its value in an environment variable"
+    add_list_option(verb, "--webhook-header", "NAME=VARIABLE", header)
     verb.add_argument(
         "--env-file", type=Path, metavar="FILE", help="NAME=VALUE lines; timers do not inherit your environment"
     )

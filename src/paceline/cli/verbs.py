@@ -97,6 +97,11 @@ def add_out_option(verb: Parser, text: str = "results directory", default: str =
     verb.add_argument("--out", *aliases, type=Path, default=Path(default), metavar="DIR", help=help_text)
 
 
+def add_list_option(verb: Parser, name: str, metavar: str, text: str) -> None:
+    """An option that may be repeated."""
+    verb.add_argument(name, action="append", default=[], metavar=metavar, help=text)
+
+
 def require_directory(out: Path) -> None:
     if not out.is_dir():
         raise RequestError(f"--out: got {str(out)!r}, which is not a directory; expected a results directory.")

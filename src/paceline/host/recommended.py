@@ -142,11 +142,7 @@ def fit(setting: Setting, host: Interconnect) -> Fit:
         return Fit(setting, False, f"this host has no {setting.value}, but {external}", fix)
     has = {
         "infiniband": (bool(host.infiniband), "no active port under /sys/class/infiniband", "active InfiniBand"),
-        "no infiniband": (
-            not host.infiniband,
-            f"active ports: {', '.join(host.infiniband)}",
-            "no InfiniBand here",
-        ),
+        "no infiniband": (not host.infiniband, f"active ports: {', '.join(host.infiniband)}", "no InfiniBand here"),
         "gpudirect": (host.gpudirect, "the kernel module nvidia_peermem is not loaded", "nvidia_peermem is loaded"),
         "sharp": (host.sharp, "no SHARP plugin in /opt/mellanox or /opt/hpcx", "SHARP plugin found"),
     }

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from paceline.analysis.findings.reproduction import (
-    CellReproduction,
-    Remeasured,
-    ReplayVerdict,
-    Reproduction,
-)
+from paceline.analysis.findings.reproduction import CellReproduction, Remeasured, ReplayVerdict, Reproduction
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled
 from paceline.report.text.measurements import format_measurement
 from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_number, places
@@ -35,10 +30,7 @@ def metrics_table(found: Reproduction) -> Table | None:
     columns: tuple[Filled[tuple[CellReproduction, Remeasured]], ...] = (
         (Column("cell", prose=True), lambda pair: pair[0].label),
         (Column("metric"), lambda pair: pair[1].metric),
-        (
-            Column("stored", True, 2),
-            lambda pair: format_measurement(pair[1].stored) if pair[1].stored else MISSING,
-        ),
+        (Column("stored", True, 2), lambda pair: format_measurement(pair[1].stored) if pair[1].stored else MISSING),
         (
             Column("replayed", True, 2),
             lambda pair: format_measurement(pair[1].replayed) if pair[1].replayed else MISSING,

@@ -47,17 +47,8 @@ from paceline.results.records import SAMPLE_TYPES, SCHEMA, Evidence, Outcome, Ru
 from paceline.results.samples import StepSeries
 
 PHASES = (
-    "start",
-    "setup",
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "warmup",
-    "timing",
-    "verify",
-    "done",
+    *("start", "setup", "data", "forward", "backward", "optimizer", "checkpoint"),
+    *("warmup", "timing", "verify", "done"),
 )
 JOB = "job.json"
 # The last part is a note: free text of the workload.

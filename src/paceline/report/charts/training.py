@@ -77,8 +77,7 @@ def wire(report: Report) -> Iterator[Chart]:
     scale = scale_of("bytes/step", WIRE, [m.value for m in (*(m for _, _, m in rows), *formula.values())])
     points = [
         replace(
-            _bar(group, row, m, scale),
-            expected=scale.apply(formula[row.cell].value) if row.cell in formula else None,
+            _bar(group, row, m, scale), expected=scale.apply(formula[row.cell].value) if row.cell in formula else None
         )
         for group, row, m in rows
     ]

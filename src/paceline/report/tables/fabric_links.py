@@ -66,10 +66,7 @@ def fits(report: Report) -> Table | None:
         (Column("place", priority=3), lambda f: "in" if f.in_place else "out"),
         (Column(f"\u03b1, {US.unit}", numeric=True), lambda f: number(f.alpha_s, US)),
         (Column(f"\u03b2, {scale.unit}", numeric=True), lambda f: number(f.beta_bytes_per_s, scale)),
-        (
-            Column("residual, %", numeric=True, priority=1),
-            lambda f: format_number(PERCENT.apply(f.residual_ratio), 2),
-        ),
+        (Column("residual, %", numeric=True, priority=1), lambda f: format_number(PERCENT.apply(f.residual_ratio), 2)),
         (Column("sizes", numeric=True, priority=4), lambda f: str(f.sizes)),
     )
     notes = dict.fromkeys(f"{f.operation}, {f.dtype}: {f.note}" for f in report.fits if f.note)

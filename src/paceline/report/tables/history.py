@@ -114,10 +114,7 @@ def _series(found: Sequence[HistorySeries]) -> Table | None:
         (Column("cell", prose=True), lambda series: series.label),
         (Column("metric"), lambda series: series.metric),
         (Column("launches", numeric=True), lambda series: str(len(series.points))),
-        (
-            Column("campaigns", numeric=True, priority=2),
-            lambda series: str(len({p.campaign for p in series.points})),
-        ),
+        (Column("campaigns", numeric=True, priority=2), lambda series: str(len({p.campaign for p in series.points}))),
         (Column("first", priority=3), lambda series: day(series.points[0].started_at)),
         (Column("last", priority=1), lambda series: day(series.points[-1].started_at)),
         (Column("latest level", numeric=True), level),
