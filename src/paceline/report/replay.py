@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline.analysis.findings.reproduction import CellReproduction, Remeasured, ReplayVerdict, Reproduction
-from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.measurements import format_measurement
 from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_number, places
 
@@ -30,11 +30,8 @@ def metrics_table(found: Reproduction) -> Table | None:
     columns: tuple[Filled[tuple[CellReproduction, Remeasured]], ...] = (
         (Column("cell", prose=True), lambda pair: pair[0].label),
         (Column("metric"), lambda pair: pair[1].metric),
-        (Column("stored", True, 2), lambda pair: format_measurement(pair[1].stored) if pair[1].stored else MISSING),
-        (
-            Column("replayed", True, 2),
-            lambda pair: format_measurement(pair[1].replayed) if pair[1].replayed else MISSING,
-        ),
+        (numeric("stored", 2), lambda pair: format_measurement(pair[1].stored) if pair[1].stored else MISSING),
+        (numeric("replayed", 2), lambda pair: format_measurement(pair[1].replayed) if pair[1].replayed else MISSING),
         (Column("ratio"), lambda pair: _ratio(pair[1])),
         (Column("verdict"), lambda pair: Cell(_MARKS[pair[1].within], "", _TONES[pair[1].within])),
         (Column("reason", priority=1), lambda pair: pair[1].reason),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from paceline.analysis.findings import Report, ServedTrace
 from paceline.report.tables.served import MS
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.report.text.load_names import beside, cell_words, marked, replica_words
 from paceline.wording import format_parts
 
@@ -19,11 +19,11 @@ _COLUMNS = (
     Column("load", prose=True),
     Column("replica"),
     Column("in flight over the run"),
-    Column("at most", numeric=True, priority=1),
-    Column("TTFT p50, ms", numeric=True),
-    Column("TTFT p99, ms", numeric=True, priority=1),
-    Column("answered", numeric=True, priority=2),
-    Column("failed", numeric=True, priority=2),
+    numeric("at most", 1),
+    numeric("TTFT p50, ms"),
+    numeric("TTFT p99, ms", 1),
+    numeric("answered", 2),
+    numeric("failed", 2),
 )
 
 

@@ -24,12 +24,12 @@ from paceline.report.charts import Chart, Point, charts
 from paceline.report.exporters._page_tables import about, block, bullets, folded, paragraph, render
 from paceline.report.sections import Section, sections
 from paceline.report.tables import table as tables
-from paceline.report.tables.table import Cell, Column, Table, measured_cell
+from paceline.report.tables.table import Cell, Column, Table, measured_cell, numeric
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import scale_of
 
 OfCell = TypeVar("OfCell", RunFinding, Measurement, Certificate)
-CELL_COLUMNS = (Column("metric"), Column("value", True), Column("unit"))
+CELL_COLUMNS = (Column("metric"), numeric("value"), Column("unit"))
 # A sweep has thousands of rows per cell; its own tables show them.
 MOST_MEASUREMENTS = 60
 # Beyond this many runs, valid certificates are one line each: 500 tables are megabytes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.analysis.findings import Report
 from paceline.analysis.findings.served import AGREES, FAILED, PASSED, SMOKE, Accuracy, ReplicaAnswers
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, numeric
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, format_parts
 
@@ -60,7 +60,7 @@ def _scores(report: Report) -> Table | None:
     metrics = list(dict.fromkeys(m.metric for found in scored for m in found.scores))
 
     def score(metric: str) -> Filled[Accuracy]:
-        heading = Column(_HEADINGS[metric], numeric=True, priority=0 if metric == metrics[0] else 2)
+        heading = numeric(_HEADINGS[metric], 0 if metric == metrics[0] else 2)
         return heading, lambda found: measured_cell({m.metric: m for m in found.scores}.get(metric))
 
     def verdict(found: Accuracy) -> Cell:
@@ -70,7 +70,7 @@ def _scores(report: Report) -> Table | None:
     columns: tuple[Filled[Accuracy], ...] = (
         (Column("what", prose=True), lambda found: cell_name(report, found.cell, found.axes, varying_axes(report))),
         (Column("accuracy"), verdict),
-        (Column("samples", numeric=True, priority=1), lambda found: f"{found.scored:,}"),
+        (numeric("samples", 1), lambda found: f"{found.scored:,}"),
         *map(score, metrics),
     )
     notes = [f"{found.note[0].upper()}{found.note[1:]}." for found in scored if found.note]
@@ -92,7 +92,7 @@ def _replicas(report: Report) -> Table | None:
         return Cell(one.agreement or MISSING, how, "bad" if one.flag else TONES.get(one.agreement or "", "quiet"))
 
     def score(metric: str) -> Filled[tuple[Accuracy, ReplicaAnswers]]:
-        heading = Column(_HEADINGS[metric], numeric=True, priority=1)
+        heading = numeric(_HEADINGS[metric], 1)
         return heading, lambda pair: measured_cell({m.metric: m for m in pair[1].scores}.get(metric))
 
     columns: tuple[Filled[tuple[Accuracy, ReplicaAnswers]], ...] = (
@@ -100,7 +100,7 @@ def _replicas(report: Report) -> Table | None:
         (Column("replica"), lambda pair: Cell(str(pair[1].replica), pair[1].host or "")),
         (Column("answers"), answers),
         (
-            Column("output over the whole load, tokens/s", numeric=True),
+            numeric("output over the whole load, tokens/s"),
             lambda pair: format_parts(pair[1].tokens_per_s, None, None)[0],
         ),
         *map(score, metrics),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from paceline.analysis.findings import Offer, Report, offers_of
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.host.prices import GIVEN
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, numeric
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, Scale, format_number, short_count
 
@@ -55,19 +55,13 @@ def _table(report: Report, ours: Sequence[Offer]) -> Table:
 
     columns: tuple[Filled[Offer], ...] = (
         (Column("what", prose=True), lambda o: cell_name(report, o.lead.cell, o.lead.axes, named)),
-        (Column("nodes", numeric=True), lambda o: str(o.lead.axes.get("nodes"))),
-        (Column("time, h", numeric=True), lambda o: measured_cell(o.lead.samples_time_s, _HOURS)),
-        (Column(f"{kind}, USD", numeric=True), lambda o: measured_cell(o.lead.samples_cost_usd, _USD)),
-        *([(Column("spot, USD", numeric=True), spot_cost)] if spot else []),
-        (
-            Column("1000 samples, USD", numeric=True, priority=3),
-            lambda o: measured_cell(o.lead.usd_per_1k_samples, _USD),
-        ),
-        (
-            Column("efficiency, %", numeric=True, priority=2),
-            lambda o: measured_cell(efficiencies.get(o.lead.cell), _PERCENT),
-        ),
-        (Column("tokens per sample", numeric=True, priority=4), sample_tokens),
+        (numeric("nodes"), lambda o: str(o.lead.axes.get("nodes"))),
+        (numeric("time, h"), lambda o: measured_cell(o.lead.samples_time_s, _HOURS)),
+        (numeric(f"{kind}, USD"), lambda o: measured_cell(o.lead.samples_cost_usd, _USD)),
+        *([(numeric("spot, USD"), spot_cost)] if spot else []),
+        (numeric("1000 samples, USD", 3), lambda o: measured_cell(o.lead.usd_per_1k_samples, _USD)),
+        (numeric("efficiency, %", 2), lambda o: measured_cell(efficiencies.get(o.lead.cell), _PERCENT)),
+        (numeric("tokens per sample", 4), sample_tokens),
     )
     notes = [*(f"{cost.price.origin}." for cost in (lead, spot) if cost), MEASURED_ONLY]
     notes += [PER_NODE_COST] if any(offer.lead.cell in efficiencies for offer in ours) else []

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
 from paceline.errors import Scalar
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, without_empty
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, numeric, without_empty
 from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_number
 
@@ -81,13 +81,10 @@ def peaks(title: str, measured: Sequence[Measurement]) -> Table | None:
 
     columns: tuple[Filled[Scalar], ...] = (
         (Column("dtype"), str),
-        (Column(f"achievable, {scale.unit}", numeric=True), lambda dtype: measured_cell(best.get(dtype), scale)),
+        (numeric(f"achievable, {scale.unit}"), lambda dtype: measured_cell(best.get(dtype), scale)),
         (Column("reached by (m x n x k)", prose=True), reached_by),
-        (Column("of datasheet, %", numeric=True, priority=1), lambda dtype: _cell(shares.get(dtype), PERCENT)),
-        (
-            Column("ridge, FLOP/byte", numeric=True, priority=2),
-            lambda dtype: _cell(ridges.get(dtype), Scale("FLOP/byte")),
-        ),
+        (numeric("of datasheet, %", 1), lambda dtype: _cell(shares.get(dtype), PERCENT)),
+        (numeric("ridge, FLOP/byte", 2), lambda dtype: _cell(ridges.get(dtype), Scale("FLOP/byte"))),
     )
     notes = ["Best product measured, by its median iteration; random data."]
     if "fp8" in dtypes:
@@ -108,7 +105,7 @@ def products(title: str, measured: Sequence[Measurement]) -> Table:
         for dtype in dtypes
         if any(m.value is not None for (_, _, of), m in cells.items() if of == dtype)
     )
-    columns = (Column("layer"), Column("dtype"), *(Column(f"{way}, {scale.unit}", numeric=True) for way in DIRECTIONS))
+    columns = (Column("layer"), Column("dtype"), *(numeric(f"{way}, {scale.unit}") for way in DIRECTIONS))
     forward = (str(m.axes["label"]) for (_, way, _), m in cells.items() if way == "forward")
     shapes = "; ".join(dict.fromkeys(label.replace(" forward,", "") for label in forward))
     notes = (f"Forward shapes (m x n x k): {shapes}.",) if shapes else ()
@@ -135,7 +132,7 @@ def copies(title: str, measured: Sequence[Measurement]) -> Table:
     )
     named = {"copy": "memory copy", "h2d": "host to device", "d2h": "device to host"}
     heads = (f"{named[kernel]}{' ' if variant else ''}{variant}, GB/s" for kernel, variant in wanted)
-    columns = (Column("size"), *(Column(head, numeric=True) for head in heads))
+    columns = (Column("size"), *(numeric(head) for head in heads))
     said = ("Memory copy counts every byte twice, read and written; the bus once. GB is 1e9 bytes.",)
     return without_empty(Table(title, columns, rows, (*said, *_refusals(ours.values()))))[0]
 
@@ -161,7 +158,7 @@ def attention(title: str, measured: Sequence[Measurement]) -> Table:
         if backends
     )
     heads = (f"{b} {kernel.removeprefix('attention_')}, {scale.unit}" for b in backends for kernel in kernels)
-    columns = (Column("tokens"), *(Column(head, numeric=True) for head in heads))
+    columns = (Column("tokens"), *(numeric(head) for head in heads))
     dtypes = ", ".join(dict.fromkeys(str(m.axes["dtype"]) for m in ours))
     said = f"{dtypes}; causal FLOPs: (s+1) keys' worth per two tokens; a backward counts as two forwards."
     return Table(title, columns, rows, (said, *_refusals(ours)))
@@ -186,10 +183,10 @@ def devices(title: str, measured: Sequence[Measurement]) -> Table | None:
             share = m.value / middle
             return Cell(format_brief(m, scale), format_number(share, 3), "bad" if share < SLOW_DEVICE_RATIO else "")
 
-        return Column(f"{name}, {scale.unit}", numeric=True), beside_peers
+        return numeric(f"{name}, {scale.unit}"), beside_peers
 
     ranks = sorted({rank for ours in own.values() for rank in ours})
-    columns: tuple[Filled[int], ...] = ((Column("rank", numeric=True), str), *map(column, own))
+    columns: tuple[Filled[int], ...] = ((numeric("rank"), str), *map(column, own))
     return filled(title, ranks, columns, ("Smaller print: over the median of all ranks.",))
 
 

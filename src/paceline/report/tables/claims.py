@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.analysis.findings import Claim, ClaimedTransfer, ClaimedTransfers, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.wording import MISSING, Scale, format_number, format_parts, places, scale_of
 
 _MS, _PERCENT, _MEGABYTES = Scale("ms", 1e3), Scale("%", 100.0), Scale("MB", 1e-6)
@@ -64,7 +64,7 @@ def _claims(source: str, claims: Sequence[Claim]) -> Table | None:
         scale = Scale("GB", 1e-9) if metric == "peak_memory_bytes" else scale_of(unit, metric)
         heading, priority = _COLUMNS[metric]
         heading += "" if scale.unit in ("tokens/s", "tokens/USD", "tokens", "times") else f", {scale.unit}"
-        return Column(heading, numeric=True, priority=priority), lambda found: _cell(found.get(metric), scale)
+        return numeric(heading, priority), lambda found: _cell(found.get(metric), scale)
 
     columns: tuple[Filled[dict[str, Claim]], ...] = (
         (Column("what", prose=True), lambda found: describe(next(iter(found.values())).axes)),
@@ -110,10 +110,10 @@ def _stated(value: float | None, scale: Scale) -> str:
 def _transfers(t: ClaimedTransfers) -> Table | None:
     columns: tuple[Filled[ClaimedTransfer], ...] = (
         (Column("what", prose=True), lambda row: describe(row.axes)),
-        (Column("sent, MB", numeric=True), lambda row: _number(row.sent_bytes, _MEGABYTES)),
-        (Column("claimed step, ms", numeric=True), lambda row: _stated(row.claimed_s, _MS)),
-        (Column("by bytes alone, ms", numeric=True), lambda row: _number(row.explained_s, _MS)),
-        (Column("error, %", numeric=True), lambda row: f"{_PERCENT.apply(row.error_ratio):+.1f}"),
+        (numeric("sent, MB"), lambda row: _number(row.sent_bytes, _MEGABYTES)),
+        (numeric("claimed step, ms"), lambda row: _stated(row.claimed_s, _MS)),
+        (numeric("by bytes alone, ms"), lambda row: _number(row.explained_s, _MS)),
+        (numeric("error, %"), lambda row: f"{_PERCENT.apply(row.error_ratio):+.1f}"),
     )
     return filled(f"What bytes alone say about {t.source}", t.rows, columns, (_explained(t), NOT_MEASURED))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing, Lost
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import THROUGHPUT
 from paceline.wording import direction, format_number, format_parts, is_equal, places, scale_of, verdict_text
 
@@ -189,10 +189,10 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     columns: tuple[Filled[Change], ...] = (
         (Column("what", prose=True), lambda c: c.label if c.row is None else f"{c.row} ({c.label})"),
         (Column("metric"), lambda c: c.metric),
-        (Column("A -> B", numeric=True, priority=2), values),
+        (numeric("A -> B", 2), values),
         (Column("B over A"), ratio),
         (
-            Column("detectable difference", numeric=True, priority=3),
+            numeric("detectable difference", 3),
             lambda c: "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %",
         ),
         *(own if any(c.differences for c in changes) else ()),

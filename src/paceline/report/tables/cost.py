@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.analysis.findings import Cost, Offer, Report, Saving, offers_of
 from paceline.host.prices import GIVEN, Price
 from paceline.report.tables import budget
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, numeric
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts, places, short_count
 
@@ -65,28 +65,22 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table | None:
 
     columns: list[Filled[Offer]] = [
         (Column("what", prose=True), lambda o: names[o.lead.cell]),
-        (
-            Column("whole job, USD/h", numeric=True, priority=2),
-            lambda o: format_parts(o.lead.usd_per_hour, None, None)[0],
-        ),
-        (Column(f"{kind}, USD/Mtoken", numeric=True), lambda o: measured_cell(o.lead.usd_per_mtok, _USD)),
-        (
-            Column("tokens per USD, M", numeric=True, priority=1),
-            lambda o: measured_cell(o.lead.tokens_per_usd, _MILLIONS),
-        ),
-        (Column("1000 samples, USD", numeric=True, priority=4), samples),
+        (numeric("whole job, USD/h", 2), lambda o: format_parts(o.lead.usd_per_hour, None, None)[0]),
+        (numeric(f"{kind}, USD/Mtoken"), lambda o: measured_cell(o.lead.usd_per_mtok, _USD)),
+        (numeric("tokens per USD, M", 1), lambda o: measured_cell(o.lead.tokens_per_usd, _MILLIONS)),
+        (numeric("1000 samples, USD", 4), samples),
     ]
     if spot:
-        heading = Column("spot, USD/Mtoken", numeric=True)
+        heading = numeric("spot, USD/Mtoken")
         columns.insert(3, (heading, lambda o: measured_cell(o.spot.usd_per_mtok if o.spot else None, _USD)))
     if lead.train_tokens:
         size = f"{short_count(lead.train_tokens)} tokens"
         columns += [
-            (Column(f"{size}, h", numeric=True), lambda o: measured_cell(o.lead.train_time_s, _HOURS)),
-            (Column(f"{size} {kind}, USD", numeric=True), lambda o: measured_cell(o.lead.train_cost_usd, _USD)),
+            (numeric(f"{size}, h"), lambda o: measured_cell(o.lead.train_time_s, _HOURS)),
+            (numeric(f"{size} {kind}, USD"), lambda o: measured_cell(o.lead.train_cost_usd, _USD)),
         ]
         if spot:
-            heading = Column(f"{size} spot, USD", numeric=True)
+            heading = numeric(f"{size} spot, USD")
             columns.append((heading, lambda o: measured_cell(o.spot.train_cost_usd if o.spot else None, _USD)))
     notes = [_saving(s, leads.get(s.other)) for s in report.savings if s.cell in leads]
     prices = [cost.price for cost in (lead, spot) if cost]
@@ -115,8 +109,8 @@ def _prices(report: Report) -> Table | None:
     columns: tuple[Filled[tuple[Price, Price]], ...] = (
         (Column("price"), lambda pair: pair[0].name),
         (Column("kind"), lambda pair: pair[0].kind),
-        (Column("per GPU-hour, USD", numeric=True), lambda pair: f"{pair[0].usd_per_gpu_hour:.3f}"),
-        (Column("every cost above times", numeric=True), factor),
+        (numeric("per GPU-hour, USD"), lambda pair: f"{pair[0].usd_per_gpu_hour:.3f}"),
+        (numeric("every cost above times"), factor),
         (
             Column("instance", priority=3),
             lambda pair: ", ".join(filter(None, (pair[0].instance, pair[0].region))) or MISSING,

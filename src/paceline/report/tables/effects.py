@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
 from paceline.analysis.findings.compare import ALIASED, FASTER, INTERACTION, LESS, MORE, NO_EFFECT, OPEN, SLOWER
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.wording import MISSING, format_number, listed, percent_up, places
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
@@ -87,12 +87,12 @@ def _ranked(title: str, what: str, effects: Sequence[Effect], notes: tuple[str, 
 
     columns: list[Filled[Effect]] = [
         (Column(what, prose=True), lambda effect: effect.name),
-        (Column("tokens/s, %", numeric=True), lambda effect: number(effect, SPEED)),
+        (numeric("tokens/s, %"), lambda effect: number(effect, SPEED)),
         (Column("speed"), lambda effect: judged(effect, SPEED)),
-        (Column("smallest detectable, %", numeric=True, priority=3), detectable),
-        (Column("peak memory, %", numeric=True, priority=1), lambda effect: number(effect, MEMORY)),
+        (numeric("smallest detectable, %", 3), detectable),
+        (numeric("peak memory, %", 1), lambda effect: number(effect, MEMORY)),
         (Column("memory", priority=1), lambda effect: judged(effect, MEMORY)),
-        (Column("pairs", numeric=True, priority=4), lambda effect: str(effect.pairs)),
+        (numeric("pairs", 4), lambda effect: str(effect.pairs)),
     ]
     if any(effect.aliases for effect in effects):
         heading = Column("confounded with", prose=True, priority=2)

@@ -10,7 +10,7 @@ from paceline.analysis.findings import CollectiveFit, CollectiveRow, Report
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.report.tables import fabric_links
 from paceline.report.tables.fabric_links import US, fabric_name, number, verdict_sentence
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING, Scale, format_size, scale_of
 
 MOST_ERRORS = 5
@@ -107,15 +107,15 @@ def _summaries(report: Report) -> Iterable[Table]:
         columns = (
             Column("operation"),
             Column("dtype"),
-            Column(f"latency, {US.unit}", numeric=True),
-            Column(f"peak busbw, {scale.unit}", numeric=True),
-            Column("at", numeric=True, priority=3),
-            Column("half from", numeric=True, priority=5),
-            Column(f"in-place peak, {scale.unit}", numeric=True, priority=6),
-            Column(f"fit \u03b1, {US.unit}", numeric=True, priority=2),
-            Column(f"fit \u03b2, {scale.unit}", numeric=True, priority=2),
-            Column("worst skew", numeric=True, priority=7),
-            Column("wrong", numeric=True),
+            numeric(f"latency, {US.unit}"),
+            numeric(f"peak busbw, {scale.unit}"),
+            numeric("at", 3),
+            numeric("half from", 5),
+            numeric(f"in-place peak, {scale.unit}", 6),
+            numeric(f"fit \u03b1, {US.unit}", 2),
+            numeric(f"fit \u03b2, {scale.unit}", 2),
+            numeric("worst skew", 7),
+            numeric("wrong"),
             Column("rows", priority=1),
         )
         fits = {(f.operation, f.dtype, f.in_place): f for f in report.fits if f.axes == sweeps[0].rows[0].axes}
@@ -192,13 +192,13 @@ def _rows(title: str, rows: Sequence[CollectiveRow]) -> Table:
     timed = ("time, " + US.unit, f"algbw, {scale.unit}", f"busbw, {scale.unit}", "wrong")
     places = [place for place in (False, True) if any(r.in_place == place for r in rows)]
     columns = [
-        Column("size, B", numeric=True),
-        Column("count", numeric=True),
+        numeric("size, B"),
+        numeric("count"),
         Column("type"),
-        *(Column(f"in-place {h}" if place else h, numeric=True) for place in places for h in timed),
-        *(Column(f"p{q}, {US.unit}", numeric=True) for q in (50, 95, 99)),
-        Column("skew", numeric=True),
-        Column("late rank", numeric=True),
+        *(numeric(f"in-place {h}" if place else h) for place in places for h in timed),
+        *(numeric(f"p{q}, {US.unit}") for q in (50, 95, 99)),
+        numeric("skew"),
+        numeric("late rank"),
         Column("status"),
     ]
     ordered = [both[key] for key in sorted(both)]

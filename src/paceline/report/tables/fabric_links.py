@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from paceline.analysis.findings import CollectiveFit, Overlap, Pair, Report, Suspect
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.errors import Scalar
-from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import varying_axes
 from paceline.wording import Scale, format_number, format_parts, format_size, scale_of
 
@@ -64,10 +64,10 @@ def fits(report: Report) -> Table | None:
         (Column("dtype"), lambda f: f.dtype),
         (Column("fabric", priority=2), lambda f: fabric_name(report, f.axes)),
         (Column("place", priority=3), lambda f: "in" if f.in_place else "out"),
-        (Column(f"\u03b1, {US.unit}", numeric=True), lambda f: number(f.alpha_s, US)),
-        (Column(f"\u03b2, {scale.unit}", numeric=True), lambda f: number(f.beta_bytes_per_s, scale)),
-        (Column("residual, %", numeric=True, priority=1), lambda f: format_number(PERCENT.apply(f.residual_ratio), 2)),
-        (Column("sizes", numeric=True, priority=4), lambda f: str(f.sizes)),
+        (numeric(f"\u03b1, {US.unit}"), lambda f: number(f.alpha_s, US)),
+        (numeric(f"\u03b2, {scale.unit}"), lambda f: number(f.beta_bytes_per_s, scale)),
+        (numeric("residual, %", 1), lambda f: format_number(PERCENT.apply(f.residual_ratio), 2)),
+        (numeric("sizes", 4), lambda f: str(f.sizes)),
     )
     notes = dict.fromkeys(f"{f.operation}, {f.dtype}: {f.note}" for f in report.fits if f.note)
     first = "t = \u03b1 + S\u00b7f/\u03b2, least squares of relative errors; the residual is their root mean square."
@@ -79,11 +79,11 @@ def _overlaps(report: Report) -> Table | None:
     columns: tuple[Filled[Overlap], ...] = (
         (Column("operation"), lambda o: o.operation),
         (Column("dtype"), lambda o: o.dtype),
-        (Column("size", numeric=True), lambda o: format_size(o.size_bytes)),
-        (Column("collective, ms", numeric=True), lambda o: number(o.collective_s, ms)),
-        (Column("products, ms", numeric=True), lambda o: number(o.compute_s, ms)),
-        (Column("together, ms", numeric=True), lambda o: number(o.together_s, ms)),
-        (Column("hidden, %", numeric=True), lambda o: number(o.hidden_ratio, PERCENT)),
+        (numeric("size"), lambda o: format_size(o.size_bytes)),
+        (numeric("collective, ms"), lambda o: number(o.collective_s, ms)),
+        (numeric("products, ms"), lambda o: number(o.compute_s, ms)),
+        (numeric("together, ms"), lambda o: number(o.together_s, ms)),
+        (numeric("hidden, %"), lambda o: number(o.hidden_ratio, PERCENT)),
     )
     notes = ["Hidden is the part of the collective that took no time of its own beside matrix products."]
     if any(o.compute_s < o.collective_s for o in report.overlaps):
@@ -105,15 +105,12 @@ def _tournament(report: Report) -> Table | None:
 
     columns: tuple[Filled[list[Pair]], ...] = (
         (Column("run"), lambda pairs: Cell(pairs[0].run, "", "code")),
-        (Column("ranks", numeric=True), lambda pairs: str(len({r for p in pairs for r in p.ranks}))),
-        (Column("pairs", numeric=True, priority=2), lambda pairs: str(len(pairs))),
-        (
-            Column(f"slowest, {scale.unit}", numeric=True),
-            lambda pairs: number(slowest(pairs).bandwidth_bytes_per_s, scale),
-        ),
-        (Column("of its kind, %", numeric=True), lambda pairs: number(slowest(pairs).ratio, PERCENT)),
+        (numeric("ranks"), lambda pairs: str(len({r for p in pairs for r in p.ranks}))),
+        (numeric("pairs", 2), lambda pairs: str(len(pairs))),
+        (numeric(f"slowest, {scale.unit}"), lambda pairs: number(slowest(pairs).bandwidth_bytes_per_s, scale)),
+        (numeric("of its kind, %"), lambda pairs: number(slowest(pairs).ratio, PERCENT)),
         (Column("between ranks"), lambda pairs: " and ".join(map(str, slowest(pairs).ranks))),
-        (Column(f"fastest, {scale.unit}", numeric=True, priority=1), fastest),
+        (numeric(f"fastest, {scale.unit}", 1), fastest),
     )
     said = "" if report.suspects else verdict_sentence(report)
     return filled("Pair tournament", by_run.values(), columns, (said,) if said else ())
@@ -125,8 +122,8 @@ def _suspects(report: Report) -> Table | None:
         (Column("rank"), lambda s: ", ".join(map(str, s.ranks))),
         (Column("host"), lambda s: ", ".join(s.hosts)),
         (Column("device", priority=1), lambda s: ", ".join(dict.fromkeys(s.devices))),
-        (Column("ratio, %", numeric=True), lambda s: number(s.ratio, PERCENT)),
-        (Column("z", numeric=True, priority=3), lambda s: f"{s.z:.1f}"),
+        (numeric("ratio, %"), lambda s: number(s.ratio, PERCENT)),
+        (numeric("z", 3), lambda s: f"{s.z:.1f}"),
         (Column("confirmed"), lambda s: Cell(TICK, "", "good") if s.confirmed else Cell(CROSS, "", "quiet")),
     )
     return filled("Suspects", report.suspects, columns, (f"{s.text}." for s in report.suspects))

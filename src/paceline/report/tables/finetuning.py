@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import axis_text, distinguishing_axes
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import THROUGHPUT, cell_name, ranked_cells
 from paceline.wording import MISSING, Scale, format_parts, scale_of
 
@@ -84,7 +84,7 @@ def _table(report: Report, tuned: Mapping[str, Known]) -> Table:
     def number(metric: str, words: str, priority: int) -> Filled[str]:
         scale = _scale_of_all(tuned.values(), metric)
         heading = words if not scale.unit or words.endswith(scale.unit) else f"{words}, {scale.unit}"
-        column = Column(heading, numeric=True, priority=priority)
+        column = numeric(heading, priority)
         return column, lambda cell: Cell(*_shown(tuned[cell], metric, scale))
 
     measured = {metric for known in tuned.values() for metric, m in known.items() if m.value is not None}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.analysis.findings import DeviceGauges, GaugeTrace, Report
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, without_empty
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric, without_empty
 from paceline.wording import MISSING, format_number
 
 GIB, MHZ = 2.0**-30, 1e-6
@@ -54,11 +54,11 @@ def _throttled(found: DeviceGauges) -> Cell:
 
 _COLUMNS: tuple[Filled[DeviceGauges], ...] = (
     (Column("device"), device_name),
-    (Column("readings", True), lambda found: str(found.readings)),
-    (Column("busy, %", True), _number("busy_median_ratio", 100.0)),
-    (Column("most memory, GiB", True), _number("memory_max_bytes", GIB, 1)),
-    (Column("power median / most, W", True), _pair("power_median_w", "power_max_w")),
-    (Column("temperature median / most, C", True), _pair("temperature_median_c", "temperature_max_c")),
-    (Column("clock least / median, MHz", True), _pair("clock_min_hz", "clock_median_hz", MHZ)),
+    (numeric("readings"), lambda found: str(found.readings)),
+    (numeric("busy, %"), _number("busy_median_ratio", 100.0)),
+    (numeric("most memory, GiB"), _number("memory_max_bytes", GIB, 1)),
+    (numeric("power median / most, W"), _pair("power_median_w", "power_max_w")),
+    (numeric("temperature median / most, C"), _pair("temperature_median_c", "temperature_max_c")),
+    (numeric("clock least / median, MHz"), _pair("clock_min_hz", "clock_median_hz", MHZ)),
     (Column("throttled"), _throttled),
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from paceline.analysis.findings import WORSE, ChangePoint, HistorySeries
 from paceline.report.tables.comparison import differences_text, percent_text
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.wording import MISSING, format_parts, scale_of
 
 # Smaller changes of level are not searched for either.
@@ -96,7 +96,7 @@ def _changes(found: Sequence[HistorySeries]) -> Table | None:
         (Column("between"), lambda pair: f"{day(pair[1].before_at)} and {day(pair[1].after_at)}"),
         (Column("change"), size),
         (Column("differs", prose=True), lambda pair: differs_text(pair[1])),
-        (Column("chance", numeric=True, priority=2), lambda pair: f"{pair[1].p_value:.2g}"),
+        (numeric("chance", 2), lambda pair: f"{pair[1].p_value:.2g}"),
     )
     pairs = [(series, change) for series in found for change in series.changes]
     note = "Welch intervals. They are slightly too narrow, because each change is placed where it is largest."
@@ -113,11 +113,11 @@ def _series(found: Sequence[HistorySeries]) -> Table | None:
     columns: tuple[Filled[HistorySeries], ...] = (
         (Column("cell", prose=True), lambda series: series.label),
         (Column("metric"), lambda series: series.metric),
-        (Column("launches", numeric=True), lambda series: str(len(series.points))),
-        (Column("campaigns", numeric=True, priority=2), lambda series: str(len({p.campaign for p in series.points}))),
+        (numeric("launches"), lambda series: str(len(series.points))),
+        (numeric("campaigns", 2), lambda series: str(len({p.campaign for p in series.points}))),
         (Column("first", priority=3), lambda series: day(series.points[0].started_at)),
         (Column("last", priority=1), lambda series: day(series.points[-1].started_at)),
-        (Column("latest level", numeric=True), level),
+        (numeric("latest level"), level),
         (
             Column("changes", prose=True),
             lambda series: Cell(series.note or str(len(series.changes) or MISSING), "", "quiet"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.analysis.findings import LoadgenVerdict, Opinion, Report
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served import VALID, verdict_text
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.wording import MISSING, Scale, format_parts
 
 MS, TOKENS = Scale("ms", 1e3), Scale("tokens/s")
@@ -40,10 +40,10 @@ _COLUMNS: tuple[Filled[Side], ...] = (
     (Column("scenario"), _load),
     (Column("load generator"), lambda row: row[1].source),
     (Column("verdict"), lambda row: Cell(row[1].verdict, tone="good" if row[1].verdict == VALID else "bad")),
-    (Column("output, tokens/s", numeric=True), lambda row: _figure(row[1].output_tokens_per_s, TOKENS)),
-    (Column("TTFT p99, ms", numeric=True), lambda row: _figure(row[1].ttft_p99_s, MS)),
-    (Column("TPOT p99, ms", numeric=True), lambda row: _figure(row[1].tpot_p99_s, MS)),
-    (Column("latency p99, ms", numeric=True, priority=1), lambda row: _figure(row[1].latency_p99_s, MS)),
-    (Column("requests", numeric=True, priority=2), lambda row: f"{row[1].requests:,}"),
-    (Column("failed", numeric=True, priority=1), lambda row: f"{row[1].failed:,}"),
+    (numeric("output, tokens/s"), lambda row: _figure(row[1].output_tokens_per_s, TOKENS)),
+    (numeric("TTFT p99, ms"), lambda row: _figure(row[1].ttft_p99_s, MS)),
+    (numeric("TPOT p99, ms"), lambda row: _figure(row[1].tpot_p99_s, MS)),
+    (numeric("latency p99, ms", 1), lambda row: _figure(row[1].latency_p99_s, MS)),
+    (numeric("requests", 2), lambda row: f"{row[1].requests:,}"),
+    (numeric("failed", 1), lambda row: f"{row[1].failed:,}"),
 )

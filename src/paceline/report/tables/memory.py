@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled, numeric
 from paceline.results.memory_components import COMPONENTS
 from paceline.wording import MISSING, Scale, format_number, format_parts
 
@@ -72,7 +72,7 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
                 return Cell(number(measured))
             return Cell(number(measured), number(predicted))
 
-        return Column(f"{name}, {unit.unit}", numeric=True, priority=priority), cell
+        return numeric(f"{name}, {unit.unit}", priority), cell
 
     def error(row: MemoryRow) -> Cell:
         if row.error_ratio is None:
@@ -84,9 +84,9 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
     columns: tuple[Filled[MemoryRow], ...] = (
         (Column("what", prose=True), lambda row: names[row.cell]),
         *(component(name, i + 1) for i, name in enumerate(shown)),
-        (Column(f"peak, {unit.unit}", numeric=True), lambda row: number(row.measured.get("peak"))),
-        (Column(f"predicted, {unit.unit}", numeric=True), lambda row: number(row.predicted.get("peak"))),
-        (Column("error, %", numeric=True), error),
+        (numeric(f"peak, {unit.unit}"), lambda row: number(row.measured.get("peak"))),
+        (numeric(f"predicted, {unit.unit}"), lambda row: number(row.predicted.get("peak"))),
+        (numeric("error, %"), error),
     )
     ordered = sorted(rows, key=lambda row: names[row.cell])
     notes = [
@@ -112,13 +112,13 @@ def frontier(points: Sequence[FrontierPoint]) -> Table | None:
     marks = {"ok": TICK, "oom": CROSS}
     columns: tuple[Filled[FrontierPoint], ...] = (
         (Column("series", prose=True), lambda point: point.series),
-        (Column("sequence", numeric=True), lambda point: str(point.sequence_length)),
+        (numeric("sequence"), lambda point: str(point.sequence_length)),
         (
-            Column("largest that fits", numeric=True),
+            numeric("largest that fits"),
             lambda point: Cell(_count(point.largest_fitting), "" if point.settled else "not settled"),
         ),
-        (Column("smallest that does not", numeric=True), lambda point: _count(point.smallest_failing)),
-        (Column("predicted", numeric=True, priority=1), lambda point: _count(point.predicted)),
+        (numeric("smallest that does not"), lambda point: _count(point.smallest_failing)),
+        (numeric("predicted", 1), lambda point: _count(point.predicted)),
         (
             Column("probes", prose=True, priority=2),
             lambda point: ", ".join(f"{p.micro_batch} {marks.get(p.status, p.status)}" for p in point.probes),

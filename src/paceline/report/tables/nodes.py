@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import NodeEvidence, NodeMeasure, NodeVerdict, Report
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.wording import MISSING, listed
 
 TONES = {PASS: "good", UNDECIDED: "", SUSPECT: "", FAIL: "bad"}
@@ -65,7 +65,7 @@ def standings(report: Report) -> Table | None:
 
         unit = next(m.unit for node in report.nodes for m in node.measures if m.measure == name)
         heading = f"{name}, {'C above' if unit == 'C' else '% of median'}"
-        return Column(heading, numeric=True, priority=priority), cell
+        return numeric(heading, priority), cell
 
     columns: tuple[Filled[NodeVerdict], ...] = (
         (Column("node"), lambda node: node.node),

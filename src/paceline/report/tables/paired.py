@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.analysis.findings import TIE, Report
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.wording import ratio_words, verdict_text
 
 SPEED = "output_tokens_per_s"
@@ -62,10 +62,10 @@ def tables(report: Report) -> tuple[Table, ...]:
         (Column("metric"), lambda row: row[1].metric),
         (Column("first over second"), ratio),
         (
-            Column("smallest detectable, %", numeric=True, priority=1),
+            numeric("smallest detectable, %", 1),
             lambda row: "" if row[1].detectable_ratio is None else f"{row[1].detectable_ratio * 100:.2g}",
         ),
-        (Column("samples", numeric=True, priority=2), lambda row: f"{row[0].pairs:,}"),
+        (numeric("samples", 2), lambda row: f"{row[0].pairs:,}"),
         (
             Column("what else differs", prose=True),
             lambda row: differences_text(row[0].differences) if row[1] is row[0].ratios[0] else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.analysis.findings import Report, ScalingExplanation, ScalingPoint
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import axes_of
 from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts, places, scale_of
 
@@ -31,15 +31,15 @@ def efficiency(report: Report) -> Table | None:
     columns: list[Filled[ScalingPoint]] = [
         (Column("series", prose=True), lambda p: p.series),
         (Column("kind"), lambda p: p.kind),
-        (Column("world size", numeric=True), lambda p: str(p.world_size)),
+        (numeric("world size"), lambda p: str(p.world_size)),
         (Column("measured baseline", priority=3 if known else 0), lambda p: baseline_name(report, p.baseline)),
-        (Column("speed-up", numeric=True), lambda p: format_parts(p.speedup_ratio, None, None)[0] + TIMES),
-        (Column("efficiency, %", numeric=True), shown),
+        (numeric("speed-up"), lambda p: format_parts(p.speedup_ratio, None, None)[0] + TIMES),
+        (numeric("efficiency, %"), shown),
     ]
     if known:
         columns.append((Column("grade", priority=1), grade))
     if any(e.karp_flatt_ratio is not None for e in report.explanations):
-        columns.append((Column("Karp-Flatt, %", numeric=True, priority=2), serial))
+        columns.append((numeric("Karp-Flatt, %", 2), serial))
     notes = dict.fromkeys(p.efficiency.note for p in report.scaling if p.efficiency.note)
     points = sorted(report.scaling, key=lambda p: (p.kind, p.series, p.world_size))
     return filled("Scaling", points, columns, notes, lambda p: (p.cell,))
@@ -65,18 +65,15 @@ def explanation(report: Report) -> Table | None:
     columns: tuple[Filled[ScalingExplanation], ...] = (
         (Column("series", prose=True), lambda e: e.series),
         (Column("kind"), lambda e: e.kind),
-        (Column("world size", numeric=True), lambda e: str(e.world_size)),
-        (Column("step, ms", numeric=True), lambda e: part(e, e.step_s)),
-        (Column("ideal, ms", numeric=True), lambda e: part(e, e.ideal_s)),
-        (Column("exposed comm., ms", numeric=True), lambda e: part(e, e.exposed_loss_s)),
-        (Column("rest, ms", numeric=True), lambda e: part(e, e.rest_s)),
-        (Column("exposed, % of the loss", numeric=True), lambda e: _number(e.exposed_share_ratio, _PERCENT)),
-        (
-            Column("network, % of the loss", numeric=True, priority=1),
-            lambda e: _number(e.network_share_ratio, _PERCENT),
-        ),
-        (Column(f"sent, {traffic.unit}", numeric=True, priority=2), lambda e: _number(_sent(e), traffic)),
-        (Column("predicted transfer, ms", numeric=True, priority=2), lambda e: _number(e.predicted_s, _MS)),
+        (numeric("world size"), lambda e: str(e.world_size)),
+        (numeric("step, ms"), lambda e: part(e, e.step_s)),
+        (numeric("ideal, ms"), lambda e: part(e, e.ideal_s)),
+        (numeric("exposed comm., ms"), lambda e: part(e, e.exposed_loss_s)),
+        (numeric("rest, ms"), lambda e: part(e, e.rest_s)),
+        (numeric("exposed, % of the loss"), lambda e: _number(e.exposed_share_ratio, _PERCENT)),
+        (numeric("network, % of the loss", 1), lambda e: _number(e.network_share_ratio, _PERCENT)),
+        (numeric(f"sent, {traffic.unit}", 2), lambda e: _number(_sent(e), traffic)),
+        (numeric("predicted transfer, ms", 2), lambda e: _number(e.predicted_s, _MS)),
     )
     last = {(e.kind, e.series): e for e in found}
     words = [f"{e.series}, {e.kind}: {e.text}" for e in last.values()]

@@ -9,7 +9,7 @@ from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served import NOT_KEPT, UNTOLD
 from paceline.errors import Scalar
 from paceline.experiment.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.load_names import axes_load
 from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_duration, format_parts
@@ -60,7 +60,7 @@ def tables(report: Report) -> tuple[Table, ...]:
             value, interval = format_parts(m.value, m.low, m.high, scale)
             return Cell(value, interval, "bad" if metric == _FAILED and m.value > 0 else tone)
 
-        return Column(heading, numeric=True, priority=priority), cell
+        return numeric(heading, priority), cell
 
     def of_ceiling(key: Key) -> Cell:
         use = verdicts[key].ceiling if key in verdicts else None
@@ -72,7 +72,7 @@ def tables(report: Report) -> tuple[Table, ...]:
         (Column("scenario"), lambda key: load_text(loads[key], loads)),
         (Column("result"), result),
         *(measured(*each) for each in _COLUMNS),
-        (Column("of client's ceiling, %", numeric=True, priority=5), of_ceiling),
+        (numeric("of client's ceiling, %", 5), of_ceiling),
     )
     first = "Latency counts from when a request was due. TTFT: first token; TPOT: each further one."
     notes = (first, *_doubted(report, loads), *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))

@@ -8,7 +8,7 @@ from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cost import ServedCost
 from paceline.host.prices import GIVEN, SPOT
 from paceline.report.tables.cost import LIST_PRICES, PER_PROCESS
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, numeric
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import format_parts
 
@@ -32,25 +32,19 @@ def tables(report: Report) -> tuple[Table, ...]:
         (Column("load", priority=2), lambda row: row.load or "the whole run"),
         (Column("limits"), _limits),
         (
-            Column("all devices, USD/h", numeric=True, priority=1),
+            numeric("all devices, USD/h", 1),
             lambda row: Cell(
                 format_parts(row.usd_per_hour, None, None)[0], f"{row.devices} device{'' if row.devices == 1 else 's'}"
             ),
         ),
-        (Column("busy per output, USD/Mtoken", numeric=True), lambda row: measured_cell(row.usd_per_output_mtok)),
-        (Column("busy per token, USD/Mtoken", numeric=True, priority=2), lambda row: measured_cell(row.usd_per_mtok)),
-        (
-            Column("reserved per output, USD/Mtoken", numeric=True),
-            lambda row: measured_cell(row.reserved_usd_per_output_mtok),
-        ),
-        (
-            Column("reserved per token, USD/Mtoken", numeric=True, priority=3),
-            lambda row: measured_cell(row.reserved_usd_per_mtok),
-        ),
+        (numeric("busy per output, USD/Mtoken"), lambda row: measured_cell(row.usd_per_output_mtok)),
+        (numeric("busy per token, USD/Mtoken", 2), lambda row: measured_cell(row.usd_per_mtok)),
+        (numeric("reserved per output, USD/Mtoken"), lambda row: measured_cell(row.reserved_usd_per_output_mtok)),
+        (numeric("reserved per token, USD/Mtoken", 3), lambda row: measured_cell(row.reserved_usd_per_mtok)),
     )
     energy: tuple[Filled[Measurement], ...] = (
         (Column("what", prose=True), lambda m: cell_name(report, m.cell, m.axes, named)),
-        (Column("per output token, J", numeric=True), measured_cell),
+        (numeric("per output token, J"), measured_cell),
         (Column("how", prose=True), lambda m: m.note or ""),
     )
     known = [m for m in report.measurements if m.metric == ENERGY and m.value is not None]

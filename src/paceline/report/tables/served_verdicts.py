@@ -11,7 +11,7 @@ from paceline.analysis.findings.served import KEPT, NOT_KEPT
 from paceline.analysis.findings.training import BETTER, WORSE
 from paceline.errors import Scalar
 from paceline.report.tables.served import load_text, loads_of, rules_text, span
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.load_names import BESIDE
 from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_duration, format_number, format_parts, listed, places, verdict_text
@@ -70,15 +70,12 @@ def _replicas(fleet: Fleet, shown: Sequence[Fleet]) -> Table:
 
     columns: tuple[Filled[ReplicaShare], ...] = (
         (Column("replica"), lambda share: f"{share.replica} {share.host or ''}".strip()),
-        (Column("requests", numeric=True), lambda share: f"{share.requests:,}"),
-        (Column("output in its own time, tokens/s", numeric=True), lambda share: rate(share.output_tokens_per_s)),
-        (
-            Column("prompt in its own time, tokens/s", numeric=True, priority=1),
-            lambda share: rate(share.prompt_tokens_per_s),
-        ),
-        (Column("alone, tokens/s", numeric=True, priority=2), lambda share: rate(share.alone_tokens_per_s)),
-        (Column("busy, %", numeric=True), busy),
-        (Column("done after", numeric=True, priority=3), lambda share: format_duration(share.finished_s)),
+        (numeric("requests"), lambda share: f"{share.requests:,}"),
+        (numeric("output in its own time, tokens/s"), lambda share: rate(share.output_tokens_per_s)),
+        (numeric("prompt in its own time, tokens/s", 1), lambda share: rate(share.prompt_tokens_per_s)),
+        (numeric("alone, tokens/s", 2), lambda share: rate(share.alone_tokens_per_s)),
+        (numeric("busy, %"), busy),
+        (numeric("done after", 3), lambda share: format_duration(share.finished_s)),
         (Column("state", priority=1), state),
     )
     table = filled(f"Replicas ({title})", fleet.replicas, columns, _notes(fleet), lambda _: (fleet.cell,))
@@ -132,8 +129,8 @@ def _full_sets(report: Report) -> Table | None:
 
     columns: tuple[Filled[FullSet], ...] = (
         (Column("load"), load),
-        (Column("samples", numeric=True), lambda each: f"{each.samples:,}"),
-        (Column("sent", numeric=True), lambda each: f"{each.asked:,}"),
+        (numeric("samples"), lambda each: f"{each.samples:,}"),
+        (numeric("sent"), lambda each: f"{each.asked:,}"),
         (Column("would take"), lambda each: span(each.time) if each.time else Cell("not estimated", "", "quiet")),
         (Column("by", prose=True), lambda each: each.law if each.time else f"{each.reason}"),
     )

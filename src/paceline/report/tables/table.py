@@ -84,6 +84,11 @@ class Column:
         return self.heading.partition(", ")[2]
 
 
+def numeric(heading: str, priority: int = 0) -> Column:
+    """A column of numbers, aligned to the right; priority as in `Column`."""
+    return Column(heading, numeric=True, priority=priority)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """cells has, for each row, the cells it is about, so that the page can filter; empty if rows are about none."""
@@ -166,7 +171,7 @@ def ranking(report: Report) -> tuple[Table, ...]:
 
 def _ranking_columns(group: Group) -> list[Filled[Row]]:
     return [
-        (Column("#", numeric=True), lambda row: MISSING if row.rank is None else str(row.rank)),
+        (numeric("#"), lambda row: MISSING if row.rank is None else str(row.rank)),
         (Column(group.heading), lambda row: row.label),
         _metric(group, THROUGHPUT, "tokens/s", 0, interval=True),
         (Column("vs best"), lambda row: _versus(row, group)),
@@ -200,7 +205,7 @@ def _metric(group: Group, metric: str, heading: str, priority: int, interval: bo
             return Cell(MISSING)
         return Cell(*format_parts(m.value, m.low, m.high, scale)) if interval else Cell(format_brief(m, scale))
 
-    return Column(heading, numeric=True, priority=priority), fill
+    return numeric(heading, priority), fill
 
 
 def _wire(group: Group) -> Filled[Row]:
@@ -217,7 +222,7 @@ def _wire(group: Group) -> Filled[Row]:
         counted, formula = number(row, WIRE), number(row, WIRE_FORMULA)
         return Cell(counted, f"(formula {formula})") if {counted, formula} != {MISSING} else Cell(MISSING)
 
-    return Column(f"wire per step, {scale.unit}", numeric=True, priority=6), fill
+    return numeric(f"wire per step, {scale.unit}", 6), fill
 
 
 def _versus(row: Row, group: Group) -> Cell:
@@ -242,7 +247,7 @@ def failures(report: Report) -> Table | None:
         (Column("what"), lambda u: u.label),
         (Column("status"), lambda u: Cell(u.status, "", "bad")),
         (Column("reason", prose=True), lambda u: u.reason),
-        (Column("runs", numeric=True), lambda u: Cell(str(len(u.runs)), "", "quiet")),
+        (numeric("runs"), lambda u: Cell(str(len(u.runs)), "", "quiet")),
     )
     return filled("Not ranked", unranked(report), columns, about=lambda u: (cells[u.runs[0]],))
 
@@ -272,7 +277,7 @@ def comparisons(report: Report) -> Table | None:
         (Column("metric"), lambda c: c.metric),
         (Column("pair"), lambda c: f"{c.label} / {c.other_label}"),
         (Column("ratio"), verdict_cell),
-        (Column("detectable difference", True), lambda c: f"{c.detectable_ratio * 100:.2g} %"),
+        (numeric("detectable difference"), lambda c: f"{c.detectable_ratio * 100:.2g} %"),
         (Column("reason", prose=True), lambda c: c.reason + ("" if c.certified else " (not certified)")),
     )
     title = "Comparisons and the smallest detectable difference of each"
@@ -297,7 +302,7 @@ def certification(report: Report) -> Table | None:
     columns: tuple[Filled[list[Certificate]], ...] = (
         (Column("cell"), name),
         (Column("equal work"), badge),
-        (Column("checks", True), lambda found: str(max(len(c.checks) for c in found))),
+        (numeric("checks"), lambda found: str(max(len(c.checks) for c in found))),
         (
             Column("outcome", prose=True),
             lambda found: "; ".join(dict.fromkeys(why for c in found for why in c.reasons)) or "all agree",
@@ -336,13 +341,13 @@ def run_details(report: Report) -> Table | None:
 
     columns: tuple[Filled[RunFinding], ...] = (
         (Column("run"), lambda r: Cell(r.run, "", "code")),
-        (Column("took", True), lambda r: format_duration(r.duration_s)),
-        (Column("warm-up steps", True), lambda r: str(r.warmup.excluded_steps) if r.warmup else MISSING),
-        (Column("measured steps", True), lambda r: str(r.warmup.measured_steps) if r.warmup else MISSING),
+        (numeric("took"), lambda r: format_duration(r.duration_s)),
+        (numeric("warm-up steps"), lambda r: str(r.warmup.excluded_steps) if r.warmup else MISSING),
+        (numeric("measured steps"), lambda r: str(r.warmup.measured_steps) if r.warmup else MISSING),
         (Column("warm-up ended by", prose=True), warmup_end),
-        (Column("outliers", True), lambda r: str(r.outlier_steps) if r.warmup else MISSING),
-        (Column("first loss", True), lambda r: format_number(r.loss_first, 4)),
-        (Column("last loss", True), lambda r: format_number(r.loss_last, 4)),
+        (numeric("outliers"), lambda r: str(r.outlier_steps) if r.warmup else MISSING),
+        (numeric("first loss"), lambda r: format_number(r.loss_first, 4)),
+        (numeric("last loss"), lambda r: format_number(r.loss_last, 4)),
     )
     stepped = [r for r in report.runs if r.warmup or r.loss_first is not None]
     return filled("Runs: warm-up, outliers and loss", stepped, columns, about=lambda r: (r.cell,))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.analysis.findings import Bottleneck, Recommendation, Report, RuleOfThumb, ShareOfStep
 from paceline.analysis.findings.training import BOTTLENECKS, UNDECIDED
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, direction, verdict_text
 
@@ -43,7 +43,7 @@ def bottlenecks(report: Report) -> Table | None:
     columns = (
         Column("cell", prose=True),
         Column("waits most for", prose=True),
-        *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(kinds, 1)),
+        *(numeric(f"{kind}, %", i) for i, kind in enumerate(kinds, 1)),
     )
     rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), *_verdict(b, kinds)) for b in found)
     how = dict.fromkeys(CLASSIFIED_NOTE if b.told_apart else FLOOR_NOTE for b in found)
@@ -125,11 +125,11 @@ def rules_of_thumb(rules: Sequence[RuleOfThumb]) -> Table | None:
                 return Cell(MISSING)
             return Cell(f"from {rule.gpus}") if rule.fits else Cell("no", "", "quiet")
 
-        return Column(f"{strategy}, GPUs", numeric=True), needed
+        return numeric(f"{strategy}, GPUs"), needed
 
     columns: tuple[Filled[list[RuleOfThumb]], ...] = (
         (Column("model"), lambda ours: ours[0].model),
-        (Column("memory, GB", numeric=True), lambda ours: f"{ours[0].memory_bytes / 1e9:.0f}"),
+        (numeric("memory, GB"), lambda ours: f"{ours[0].memory_bytes / 1e9:.0f}"),
         *map(count, dict.fromkeys(rule.strategy for rule in rules)),
         (Column("GPU", priority=1, prose=True), lambda ours: ours[0].gpu),
     )
@@ -149,11 +149,11 @@ def advice(rules: Sequence[RuleOfThumb]) -> Table:
 
     columns: tuple[Filled[RuleOfThumb], ...] = (
         (Column("strategy"), lambda rule: rule.strategy),
-        (Column("state, GiB", numeric=True), lambda rule: gib(rule.state_bytes)),
-        (Column("live units, GiB", numeric=True), lambda rule: gib(rule.live_bytes)),
-        (Column("activations, GiB", numeric=True), lambda rule: gib(rule.activation_bytes)),
-        (Column("sum, GiB", numeric=True), lambda rule: gib(rule.needed_bytes)),
-        (Column("usable, GiB", numeric=True), lambda rule: gib(rule.usable_bytes)),
+        (numeric("state, GiB"), lambda rule: gib(rule.state_bytes)),
+        (numeric("live units, GiB"), lambda rule: gib(rule.live_bytes)),
+        (numeric("activations, GiB"), lambda rule: gib(rule.activation_bytes)),
+        (numeric("sum, GiB"), lambda rule: gib(rule.needed_bytes)),
+        (numeric("usable, GiB"), lambda rule: gib(rule.usable_bytes)),
         (Column("fits"), lambda rule: Cell("yes", "", "good") if rule.fits else Cell("no", "", "bad")),
     )
     first, least = rules[0], min(rules, key=lambda rule: rule.needed_bytes)
