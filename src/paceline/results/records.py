@@ -333,7 +333,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One sealed run directory, read back. For a restarted run, steps has the last measurement of each step and redone
+    """A finished run, read back. For a restarted run, steps has the last measurement of each step and redone
     those that a later attempt repeated; attempts is empty if there was only one. lost_nodes were lost before the end,
     and the run continued without them."""
 

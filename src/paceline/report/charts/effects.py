@@ -17,7 +17,7 @@ PANELS = {SPEED: "Non-pad tokens per second: right is faster", MEMORY: "Peak mem
 
 
 def effects(report: Report) -> Iterator[Chart]:
-    """One chart per design, a panel per metric, the changes in their rank."""
+    """One chart per design, a panel per metric, the changes by rank."""
     for number, outcome in enumerate(report.effects, 1):
         points = [p for metric in PANELS for effect in outcome.effects if (p := _point(effect, metric)) is not None]
         yield Chart(

@@ -91,7 +91,7 @@ def _flight_points(group: str, trace: ServedTrace) -> Iterator[Point]:
 
 
 def _traces(report: Report) -> dict[str, ServedTrace]:
-    """By the name of their cell."""
+    """Traces by the name of their cell."""
     found = report.served_shapes
     if found is None:
         return {}

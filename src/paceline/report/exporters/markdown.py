@@ -159,5 +159,5 @@ def _uncalled(value: str) -> str:
 
 
 def _block(value: str) -> str:
-    """As escape; at the beginning of a line also no heading, quotation, list or rule."""
+    """As `escape`, and no heading, quotation, list or rule at the beginning of a line."""
     return re.sub(r"^([#>+=-]|\d+(?=[.)]))", lambda m: f"{m[0]}\\" if m[0].isdigit() else f"\\{m[0]}", escape(value))

@@ -120,7 +120,7 @@ def _product_of(m: Measurement) -> tuple[str, str, str]:
 
 
 def copies(title: str, measured: Sequence[Measurement]) -> Table:
-    """By size: within memory (read + write), and over the bus with pinned beside pageable host memory."""
+    """Copies by size: within memory (read + write), and over the bus with pinned and pageable host memory."""
     wanted = (("copy", ""), ("h2d", PINNED), ("h2d", PAGEABLE), ("d2h", PINNED), ("d2h", PAGEABLE))
     ours = {(m.axes["kernel"], m.axes["variant"], m.axes["size"]): m for m in measured if m.metric in _COPIES}
     labels = {m.axes["size"]: str(m.axes["label"]) for m in ours.values()}

@@ -87,7 +87,7 @@ class Sweep(NamedTuple):
 
 
 def _grouped(report: Report) -> Iterable[tuple[str, list[Sweep]]]:
-    """By cell, and whether its runs are invalid: the name of the fabric, and its sweeps in the order measured."""
+    """The name of each fabric and its sweeps in the order measured; invalid runs are separate."""
     cells: dict[tuple[str, bool], dict[tuple[str, str, str], list[CollectiveRow]]] = {}
     for r in report.collectives:
         key = (r.cell, r.status == "invalid")

@@ -42,7 +42,7 @@ def sentence(found: Sequence[HistorySeries]) -> str:
 
 
 def _change_text(series: HistorySeries, change: ChangePoint) -> str:
-    """In the present only if nothing came after it."""
+    """The change as a clause, in the present tense if it is the last one."""
     what = f"{series.metric} of {series.label}"
     later = series.changes[series.changes.index(change) + 1 :]
     if not later:

@@ -108,7 +108,7 @@ def _percent(ratio: float) -> str:
 
 
 def frontier(points: Sequence[FrontierPoint]) -> Table | None:
-    """One row per search: between which micro batches the limit lies, and every probe that says so."""
+    """One row per search: the micro batches around the limit, and every probe."""
     marks = {"ok": TICK, "oom": CROSS}
     columns: tuple[Filled[FrontierPoint], ...] = (
         (Column("series", prose=True), lambda point: point.series),

@@ -98,7 +98,7 @@ def furthest(node: NodeVerdict, measure: str) -> NodeMeasure | None:
 
 
 def shown(m: NodeMeasure, value: float | None) -> float | None:
-    """In per cent of the median; degrees stay degrees."""
+    """The value in percent of the median; temperatures in C."""
     return None if value is None else value if m.unit == "C" else 100 * value
 
 

@@ -36,7 +36,7 @@ def details(report: Report) -> tuple[Table, ...]:
 
 
 def bottlenecks(report: Report) -> Table | None:
-    """With a column for every kind that some cell has a share of."""
+    """What each cell waits for, with a column for every kind of bottleneck that occurs."""
     named, found = varying_axes(report), report.bottlenecks
     known = {share.kind for b in found for share in b.evidence}
     kinds = [kind for kind in BOTTLENECKS if kind in known]
