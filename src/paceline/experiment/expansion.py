@@ -58,7 +58,13 @@ def load(
     if requested == "auto":
         requested = offered(_launcher({**experiment.base, **given})).device
     device: Literal["cpu", "cuda"] = "cuda" if requested == "cuda" else "cpu"
-    experiment = validate(Experiment, _overlay(raw, experiment.devices.get(device, {})), source)
+    over, parts = experiment.devices.get(device, {}), ("base", "matrix", "design", "exclude", "repeats")
+    for key in over:
+        require(key in parts, "devices", key, ", ".join(parts))
+    bases = [part.get("base") or {} for part in (raw, over)]
+    for part in bases:
+        require(isinstance(part, dict), "base", part, "a mapping of fields")
+    experiment = validate(Experiment, {**raw, **over, "base": {**bases[0], **bases[1]}}, source)
     repeats = given.pop("repeats", experiment.repeats)
     require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
     cells = select(expand(experiment, given, device), benchmark)
@@ -105,17 +111,6 @@ def _launcher(fields: Mapping[str, Any]) -> Choice:
     choice = Choice.parse(text)
     options = {key.partition(".")[2]: value for key, value in fields.items() if key.startswith("launcher.")}
     return Choice(choice.name, {**choice.options, **options})
-
-
-def _overlay(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = ("base", "matrix", "design", "exclude", "repeats")
-    for key in over:
-        require(key in accepted, "devices", key, ", ".join(accepted))
-    merged = {**raw, **over}
-    for part in (raw.get("base") or {}, over.get("base") or {}):
-        require(isinstance(part, dict), "base", part, "a mapping of fields")
-    merged["base"] = {**(raw.get("base") or {}), **(over.get("base") or {})}
-    return merged
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

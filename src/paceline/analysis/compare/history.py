@@ -82,10 +82,18 @@ def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> L
     references = {r.spec.work: r for r in by_start if _can_prove(r)}
     windows, asked, dropped = [], [], Counter[str]()
     for campaign in grouped(sorted(launches, key=lambda record: record.started_at), campaign_of).values():
-        members = {record.spec.run_id: record for record in campaign}
-        for record, reason in _judged(list(members.values()), references):
-            if reason is not None:
-                dropped[reason] += 1
+        members = list({record.spec.run_id: record for record in campaign}.values())
+        own = {r.spec.work for r in members if _can_prove(r)}
+        wanted = dict.fromkeys(r.spec.work for r in members if r.spec.work not in own)
+        certificates = certify_all([*members, *(references[work] for work in wanted if work in references)])
+        for record in filter(is_kept, members):
+            status, reason = status_of(record, certificates.get(record.spec.run_id))
+            if status is not Status.OK:
+                dropped[": ".join(filter(None, (str(status), reason)))] += 1
+            elif not record.steps and not record.requests:
+                dropped["no step was recorded"] += 1
+            elif is_search([record]) and rate_search.bracket(rate_searched([record])) is None:
+                dropped[NOTHING_FOUND] += 1
             elif record.spec.serving:
                 asked.append(record)
             else:
@@ -105,23 +113,6 @@ def _can_prove(record: RunRecord) -> bool:
 
 def campaign_of(record: RunRecord) -> str:
     return str(PurePath(record.path).parent)
-
-
-def _judged(
-    members: Sequence[RunRecord], references: Mapping[str, RunRecord]
-) -> Iterator[tuple[RunRecord, str | None]]:
-    """Launches of one campaign, each with the reason why it does not count, or None."""
-    own = {r.spec.work for r in members if _can_prove(r)}
-    wanted = dict.fromkeys(r.spec.work for r in members)
-    lent = [references[work] for work in wanted if work not in own and work in references]
-    certificates = certify_all([*members, *lent])
-    for r in members:
-        if is_kept(r):
-            status, reason = status_of(r, certificates.get(r.spec.run_id))
-            missing = None if r.steps or r.requests else "no step was recorded"
-            if is_search([r]) and r.requests and rate_search.bracket(rate_searched([r])) is None:
-                missing = NOTHING_FOUND
-            yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
 
 
 # --- one cell ---

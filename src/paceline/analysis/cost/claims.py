@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.analysis.cost import training
@@ -58,20 +57,14 @@ class Recomputed(NamedTuple):
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
-    claims: tuple[Claim, ...]
-    transfers: tuple[ClaimedTransfers, ...]
-
-
 def axes_of(record: RunRecord) -> dict[str, Scalar]:
     """The axes of a run; for a claimed one only those that its source states."""
     axes = record.spec.axes()
     return axes if record.status is not Status.CLAIMED else {name: axes[name] for name in _STATED}
 
 
-def analyse(records: Sequence[RunRecord]) -> Claims:
-    """Each claimed number with what the others of its source give for it; empty if nothing was imported."""
+def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
+    """The report with each claimed number and what the others of its source give for it; nothing else changes."""
     stated = [
         Stated(r.spec, r.claims[0].source, {c.metric: c.value for c in r.claims})
         for r in records
@@ -82,13 +75,7 @@ def analyse(records: Sequence[RunRecord]) -> Claims:
     axes = {r.spec.run_id: axes_of(r) for r in records if r.claims}
     claims = tuple(c for s in ordered for c in _claims(s, by_source[s.source], axes[s.spec.run_id]))
     transfers = (_transfers(source, members, axes) for source, members in by_source.items())
-    return Claims(claims, tuple(t for t in transfers if t))
-
-
-def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
-    """The report with published claims; its measurements and comparisons do not change."""
-    found = analyse(records)
-    return dataclasses.replace(report, claims=found.claims, claimed_transfers=found.transfers)
+    return dataclasses.replace(report, claims=claims, claimed_transfers=tuple(t for t in transfers if t))
 
 
 def _claims(s: Stated, peers: Sequence[Stated], axes: Mapping[str, Scalar]) -> Iterable[Claim]:

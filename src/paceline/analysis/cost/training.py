@@ -60,25 +60,6 @@ class Costing:
         return next((option for option, count in asked.items() if count is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    rows: tuple[Cost, ...]
-    savings: tuple[Saving, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def measurements(self) -> tuple[Measurement, ...]:
-        """For each cell and price; the time to train, which does not depend on the price, once per cell."""
-        found: list[Measurement] = []
-        timed: set[str] = set()
-        for c in self.rows:
-            found += (c.usd_per_mtok, c.tokens_per_usd, c.usd_per_1k_samples)
-            found += (m for m in (c.train_cost_usd, c.samples_cost_usd) if m)
-            found += (m for m in (c.train_time_s, c.samples_time_s) if m and c.cell not in timed)
-            timed.add(c.cell)
-        return tuple(found)
-
-
 # --- formulas ---
 
 
@@ -112,23 +93,23 @@ def usd_per_1k_samples(usd_per_gpu_hour: float, devices: int, samples_per_s: flo
 # --- cells ---
 
 
-def analyse(cells: Sequence[Cell], recommendations: Sequence[Recommendation], costing: Costing) -> Costs:
-    """Costs of every cell whose device has a price, and what the recommended choice saves there."""
-    rows = tuple(row for cell in cells for price in prices_of(cell, costing) for row in _costs(cell, price, costing))
-    priced = {row.cell for row in rows}
-    savings = (_saving(r) for r in recommendations if r.metric == "tokens_per_s" and r.over)
-    return Costs(rows, tuple(s for s in savings if s and s.cell in priced), tuple(_notes(cells, rows, costing)))
-
-
 def added_to(report: Report, cells: Sequence[Cell], costing: Costing) -> Report:
-    """The report with the costs of its cells."""
-    found = analyse(cells, report.recommendations, costing)
+    """The report with the costs of every cell whose device has a price, and what the recommended choice saves there."""
+    rows = tuple(row for cell in cells for price in prices_of(cell, costing) for row in _costs(cell, price, costing))
+    savings = (_saving(r) for r in report.recommendations if r.metric == "tokens_per_s" and r.over)
+    measurements, timed = list(report.measurements), set()
+    for c in rows:
+        measurements += (c.usd_per_mtok, c.tokens_per_usd, c.usd_per_1k_samples)
+        measurements += (m for m in (c.train_cost_usd, c.samples_cost_usd) if m)
+        # The time to train does not depend on the price.
+        measurements += (m for m in (c.train_time_s, c.samples_time_s) if m and c.cell not in timed)
+        timed.add(c.cell)
     return dataclasses.replace(
         report,
-        costs=found.rows,
-        savings=found.savings,
-        measurements=(*report.measurements, *found.measurements),
-        notes=(*report.notes, *found.notes),
+        costs=rows,
+        savings=tuple(s for s in savings if s and s.cell in timed),
+        measurements=tuple(measurements),
+        notes=(*report.notes, *_notes(cells, rows, costing)),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, CollectiveRow, Measurement
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
-from paceline.analysis.statistics.intervals import Array, Resampled
+from paceline.analysis.statistics.intervals import Array, Bounded, Resampled
 from paceline.errors import RequestError
 from paceline.models import arithmetic
 from paceline.results.machine_samples import CollectiveSample
@@ -181,33 +181,28 @@ def measurements(entry: Entry, row: CollectiveRow, time: Resampled | None) -> It
     if time is None or row.status != "ok":
         return
     low, high = time.interval
-    yield _measurement(entry, row, "collective_time_s", (time.value, low, high))
+    measured: dict[str, Bounded] = {"collective_time_s": (time.value, low, high)}
     factor = factor_of(row.operation, row.world_size)
     if row.size_bytes and factor is not None:
         for metric, payload in (("algbw_bytes_per_s", 1.0), ("busbw_bytes_per_s", factor)):
             moved = row.size_bytes * payload
             bounds = (moved / high, moved / low) if low and high else (None, None)
-            yield _measurement(entry, row, metric, (moved / time.value, *bounds))
-
-
-def _measurement(
-    entry: Entry, row: CollectiveRow, metric: str, bounds: tuple[float, float | None, float | None]
-) -> Measurement:
-    unit, better = METRICS[metric]
-    value, low, high = bounds
+            measured[metric] = (moved / time.value, *bounds)
     axes: Mapping[str, object] = {name: getattr(row, name) for name in _AXES}
-    launches = intervals.launches_note(row.launches) if low is not None else None
-    return Measurement(
-        metric=metric,
-        unit=unit,
-        better=better,
-        cell=row.cell,
-        value=value,
-        low=low,
-        high=high,
-        n=row.iterations,
-        launches=row.launches,
-        axes={**row.axes, **axes, "world_size": row.world_size},  # type: ignore[dict-item]
-        runs=entry.runs,
-        note="; ".join(filter(None, (row.note, launches))) or None,
-    )
+    for metric, (value, least, most) in measured.items():
+        unit, better = METRICS[metric]
+        launches = intervals.launches_note(row.launches) if least is not None else None
+        yield Measurement(
+            metric=metric,
+            unit=unit,
+            better=better,
+            cell=row.cell,
+            value=value,
+            low=least,
+            high=most,
+            n=row.iterations,
+            launches=row.launches,
+            axes={**row.axes, **axes, "world_size": row.world_size},  # type: ignore[dict-item]
+            runs=entry.runs,
+            note="; ".join(filter(None, (row.note, launches))) or None,
+        )

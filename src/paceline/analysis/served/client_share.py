@@ -37,7 +37,10 @@ def _use(stretch: Stretch) -> CeilingUse:
     clients = [client for client in stretch.record.clients if client.stage == stage]
     ceilings, processes = stretch.record.client_ceilings, len(clients)
     ceiling = next((c for c in ceilings if c.processes == processes and c.events_per_s > 0), None)
-    if _is_encrypted(stretch):
+    options = stretch.record.spec.engine.options if stretch.record.spec.engine else {}
+    given = (options.get("url"), options.get("urls"))
+    urls = (url for each in given for url in (each if isinstance(each, list | tuple) else (each,)))
+    if any(str(url).lower().startswith("https:") for url in urls):
         return _unknown(events, "not measured: `paceline selftest` runs without TLS, which costs a client more")
     if not ceilings or not processes:
         return _unknown(events, f"not measured: {SELFTEST}")
@@ -73,12 +76,3 @@ def _unknown(events_per_s: float | None, text: str) -> CeilingUse:
         measured_at_s=None,
         text=text,
     )
-
-
-def _is_encrypted(stretch: Stretch) -> bool:
-    engine = stretch.record.spec.engine
-    if engine is None:
-        return False
-    given = (engine.options.get("url"), engine.options.get("urls"))
-    urls = (url for each in given for url in (each if isinstance(each, list | tuple) else (each,)))
-    return any(str(url).lower().startswith("https:") for url in urls)

@@ -54,11 +54,8 @@ def unknown(reason: str) -> WindowEnergy:
 
 def window_energy(record: RunRecord, measured: Sequence[int]) -> WindowEnergy:
     """Energy of all GPUs of the job, or of the processors of all its hosts on a CPU."""
-
-    def windows(source: gauges.Source) -> list[tuple[float, float]] | None:
-        return gauges.stretches(record, source.rank, measured)
-
-    return _of_devices(record, windows, record.spec.topology.world_size)
+    gpus = record.spec.topology.world_size
+    return _of_devices(record, lambda source: gauges.stretches(record, source.rank, measured), gpus)
 
 
 def energy_within(record: RunRecord, windows: Sequence[tuple[float, float]], gpus: int | None) -> WindowEnergy:

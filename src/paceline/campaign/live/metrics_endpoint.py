@@ -153,6 +153,7 @@ def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
     planned = Family("campaign_runs_planned", "Runs of the plan, references included.")
     running = Family("campaign_running", "1 while a controller is running, else 0.")
     left = Family("campaign_left_seconds", "Expected time to the end of the plan.")
+    of_runs = {name: Family(*about) for name, about in RUN_GAUGES.items()}
     for experiment, view in views.items():
         labels: dict[str, Scalar] = {"experiment": experiment}
         for status, count in view.ended.items():
@@ -160,15 +161,9 @@ def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
         planned.add(view.planned, labels)
         running.add(view.running, labels)
         left.add(view.left_s, labels)
-    return [planned, ended, running, left, *_run_families(views)]
-
-
-def _run_families(views: Mapping[str, CampaignView]) -> list[Family]:
-    families = {name: Family(*about) for name, about in RUN_GAUGES.items()}
-    for experiment, view in views.items():
         for pulse in view.pulses:
-            spec, labels = pulse.spec, {"experiment": experiment}
-            labels |= {"run": spec.run_id, "cell": spec.cell, "title": title(spec)}
-            for name, family in families.items():
-                family.add(getattr(pulse, name), labels)
-    return list(families.values())
+            spec = pulse.spec
+            about = {"run": spec.run_id, "cell": spec.cell, "title": title(spec)}
+            for name, family in of_runs.items():
+                family.add(getattr(pulse, name), {**labels, **about})
+    return [planned, ended, running, left, *of_runs.values()]

@@ -97,24 +97,8 @@ def headline(now: State) -> str:
 
 
 def tables(now: State) -> Iterator[Table]:
-    every = (
-        _running(now),
-        schedule_tables.missed(now.schedules),
-        schedule_tables.schedules(now.schedules),
-        schedule_tables.ran(now.schedules),
-        _experiments(now),
-    )
-    yield from (table for table in every if table is not None)
-
-
-def _name(now: State, view: CampaignView) -> str:
-    experiment = Path(view.experiment)
-    return str(experiment.relative_to(now.out)) if experiment.is_relative_to(now.out) else str(experiment)
-
-
-def _running(now: State) -> Table | None:
-    columns = (Column("experiment"), Column("ended", True), Column("now", prose=True), Column("left"))
-    rows = []
+    """What runs, the schedules, then every experiment that does not run; without empty tables."""
+    rows: list[tuple[Cell, ...]] = []
     for view in now.running:
         ended = sum(view.ended.values())
         count = str(ended) if view.planned is None else f"{ended} of {view.planned}"
@@ -123,20 +107,25 @@ def _running(now: State) -> Table | None:
         activity += [f"starting {run}" for run in view.starting]
         left = MISSING if view.left_s is None else left_text(view.left_s).removesuffix(" left")
         rows.append((Cell(_name(now, view)), Cell(count), Cell("; ".join(activity) or "between runs"), Cell(left)))
-    return Table("Running", columns, tuple(rows)) if rows else None
-
-
-def _experiments(now: State) -> Table | None:
-    columns = (Column("experiment"), Column("state", prose=True))
+    if rows:
+        columns = (Column("experiment"), Column("ended", True), Column("now", prose=True), Column("left"))
+        yield Table("Running", columns, tuple(rows))
+    made = (make(now.schedules) for make in (schedule_tables.missed, schedule_tables.schedules, schedule_tables.ran))
+    yield from filter(None, made)
     rows = []
-    for view in now.campaigns:
-        if not view.running:
-            report = f"{_name(now, view)}/report.html"
-            is_bad = set(view.ended) - {Status.OK, Status.UNSUPPORTED} or view.interrupted
-            name = Cell(_name(now, view), link=report if (now.out / report).is_file() else "")
-            text, jobs = status.state_text(view), status.left_jobs_text(view)
-            rows.append((name, Cell(text, jobs, "bad" if is_bad else "")))
-    return Table("Experiments", columns, tuple(rows)) if rows else None
+    for view in (view for view in now.campaigns if not view.running):
+        report = f"{_name(now, view)}/report.html"
+        is_bad = set(view.ended) - {Status.OK, Status.UNSUPPORTED} or view.interrupted
+        name = Cell(_name(now, view), link=report if (now.out / report).is_file() else "")
+        text, jobs = status.state_text(view), status.left_jobs_text(view)
+        rows.append((name, Cell(text, jobs, "bad" if is_bad else "")))
+    if rows:
+        yield Table("Experiments", (Column("experiment"), Column("state", prose=True)), tuple(rows))
+
+
+def _name(now: State, view: CampaignView) -> str:
+    experiment = Path(view.experiment)
+    return str(experiment.relative_to(now.out)) if experiment.is_relative_to(now.out) else str(experiment)
 
 
 # --- files ---
