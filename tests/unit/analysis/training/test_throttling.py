@@ -15,7 +15,8 @@ from paceline.analysis.findings import Report
 from paceline.analysis.training import gauge_summary, gauges, metrics
 from paceline.analysis.training.window import open_window
 from paceline.report import answer
-from paceline.report.tables.gauges import curves, tables
+from paceline.report.charts import gauges as charted
+from paceline.report.tables.gauges import tables
 from paceline.report.text.cells import turned
 from paceline.results.records import GaugeSample, RunRecord
 
@@ -202,7 +203,8 @@ def test_curves_are_shares_of_the_machines_limits_or_of_the_most_seen(run_on_gpu
     facts = {"host": "node-a", "gpus": [{"index": 0, "power_limit_w": 700.0}]}
     window = open_window(record)
     found = gauge_summary.watched([dataclasses.replace(record, machines=(facts,))], {window.run: window})
-    shares = {curve.name: curve.points[0][1] for curve in curves(gauge_summary.traces(found)[0])}
+    first = reversed(charted._curves(gauge_summary.traces(found)[0]))
+    shares = {name: percent for name, _, percent in first}
     assert shares == {
         "power, % of the cap": pytest.approx(100 * 500 / 700),
         "clock, % of its maximum": 100.0,
