@@ -57,7 +57,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("text",),
     ),
     "campaign": (("scheduled_run",), ("live",), ("run", "schedule")),
-    "training": (("strategies",), ("finetuned", "step_profile"), ("decoder", "instruments"), ("data",)),
+    "training": (("strategies",), ("finetuned", "observation", "step_profile"), ("decoder", "instruments"), ("data",)),
     "launchers": (
         ("kubernetes", "ray", "slurm", "ssh"),
         ("local",),

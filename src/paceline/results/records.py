@@ -117,6 +117,25 @@ class WireSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperationSample:
+    """Operators of one kind on one rank during one audited step, after the timed window.
+
+    operation: `product` (work: FLOPs), `attention` and `activation` (work: output elements), `embedding` (work: token
+    ids looked up), `cast` (work: elements) or `update`, an optimizer step (work: weights; squares: the sum of squares
+    of the gradients it was given). dtype: of the operands, or of the result for a cast.
+    """
+
+    kind: ClassVar[str] = "operation"
+    rank: int
+    step: int
+    operation: str
+    dtype: str
+    calls: int
+    work: int
+    squares: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSample:
     """Profile of `steps` steps after the timed window. exposed_s is communication while nothing computes.
 
@@ -265,6 +284,7 @@ Sample = (
     StepSample
     | MemorySample
     | WireSample
+    | OperationSample
     | TraceSample
     | CollectiveSample
     | OverlapSample
@@ -295,10 +315,14 @@ class Evidence:
     """What a rank observed about the work itself, from which the certificate is made.
 
     init_digest, init_digests and parameters describe the weights that learn. frozen_digest is of the frozen weights as
-    they are stored (4-bit codes with their scales), before and after the window; None if all weights learn. unmoved
-    lists adapter tensors that the window did not change; None if there are none or they were not read.
-    window_began_at_s is `time.time()` of the rank's host at the start of its first step; step k starts after the
-    durations of the steps before it.
+    they are stored (4-bit codes with their scales), before and after the window; None if all weights learn.
+    final_digests is init_digests after the window. movements: by tensor, the root mean square of its change over the
+    window. groups: the parameter groups that optimizers stepped, with their hyper-parameters, the number of elements on
+    this rank, the first step and the number of steps. flags: torch's switches of numerical precision, with each value
+    they had during the window. later_digests: what the data digests of the steps after the last trained one would be,
+    of a reference only. unmoved: adapter tensors that the window did not change, in runs recorded before
+    final_digests. Each of these is None if it was not read. window_began_at_s is `time.time()` of the rank's host at
+    the start of its first step; step k starts after the durations of the steps before it.
     """
 
     init_digest: str
@@ -314,6 +338,11 @@ class Evidence:
     frozen_digest: str | None = None
     final_frozen_digest: str | None = None
     unmoved: Sequence[str] | None = None
+    final_digests: Mapping[str, str] | None = None
+    movements: Mapping[str, float] | None = None
+    groups: Sequence[Mapping[str, Scalar]] | None = None
+    flags: Mapping[str, str] | None = None
+    later_digests: Sequence[int] | None = None
     window_began_at_s: float | None = None
 
 
@@ -348,6 +377,7 @@ class RunRecord:
     steps: Sequence[StepSample] = ()
     memory: tuple[MemorySample, ...] = ()
     wire: tuple[WireSample, ...] = ()
+    operations: tuple[OperationSample, ...] = ()
     traces: tuple[TraceSample, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
     overlaps: tuple[OverlapSample, ...] = ()

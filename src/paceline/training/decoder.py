@@ -195,19 +195,23 @@ def initial_values(name: str, size: torch.Size, layers: int, seed: int, device: 
 
     The output projections of attention and MLP are scaled by 1/sqrt(2 * layers), as in GPT-2.
     """
-    if name.endswith("bias"):
-        return torch.zeros(size, device=device)
-    if "norm" in name:
-        return torch.ones(size, device=device)
-    scale = 1 / math.sqrt(2 * layers) if name.endswith("output.weight") else 1.0
-    bound = INIT_STD * math.sqrt(3) * scale
-    stream = zlib.crc32(f"{seed}/{name}".encode())
     count = size.numel()
     flat = torch.empty(count, device=device)
     for start in range(0, count, INIT_CHUNK):
-        index = torch.arange(start, min(start + INIT_CHUNK, count), device=device, dtype=torch.int64)
-        flat[start : start + INIT_CHUNK] = _uniform(index, stream) * bound
+        stop = min(start + INIT_CHUNK, count)
+        flat[start:stop] = initial_part(name, start, stop, layers, seed, device)
     return flat.view(size)
+
+
+def initial_part(name: str, start: int, stop: int, layers: int, seed: int, device: torch.device) -> Tensor:
+    """The elements from `start` to `stop` of a flattened initial parameter."""
+    if name.endswith("bias"):
+        return torch.zeros(stop - start, device=device)
+    if "norm" in name:
+        return torch.ones(stop - start, device=device)
+    scale = 1 / math.sqrt(2 * layers) if name.endswith("output.weight") else 1.0
+    index = torch.arange(start, stop, device=device, dtype=torch.int64)
+    return _uniform(index, zlib.crc32(f"{seed}/{name}".encode())) * (INIT_STD * math.sqrt(3) * scale)
 
 
 def _uniform(index: Tensor, stream: int) -> Tensor:

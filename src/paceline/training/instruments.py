@@ -255,7 +255,7 @@ _OPERATIONS = {
 }
 # Their argument is one rank's part; S is that of the whole group, which only the root has.
 _PARTS = ("gather_", "scatter_")
-_SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Operators that send nothing: the sender counts what is received.
 _SILENT = (
     *("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"),
@@ -273,22 +273,6 @@ class WireCounter:
         self.bytes: Counter[tuple[str, str, int]] = Counter()
         self.calls: Counter[tuple[str, str, int]] = Counter()
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        counter = self
-
-        class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                if func.namespace in ("c10d", "_c10d_functional"):
-                    counter.add(func._schema.name.partition("::")[2], args, result)
-                return result
-
-        with Watch():  # type: ignore[no-untyped-call]
-            yield
-
     def add(self, operator: str, args: Any, result: Any) -> None:
         if operator in _SILENT:
             return
@@ -299,7 +283,7 @@ class WireCounter:
         moved: Counter[tuple[str, str, int]] = Counter()
         for tensor in _tensors(payload):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            moved[operation, _SHORT_NAMES.get(dtype, dtype), size] += parts * tensor.numel() * tensor.element_size()
+            moved[operation, SHORT_NAMES.get(dtype, dtype), size] += parts * tensor.numel() * tensor.element_size()
         if not moved and operator not in _OPERATIONS:
             moved[operation, "unknown", size] = 0
         for key, moved_bytes in moved.items():

@@ -82,7 +82,7 @@ class Profile:
             self.clock.drain()
             self.wall_s = time.perf_counter() - begin
         # The raw events: building torch's tree of them takes longer than training a small model.
-        results = profiler.profiler.kineto_results if profiler.profiler else None
+        results: Any = profiler.profiler.kineto_results if profiler.profiler else None
         with collection_paused():
             for event in results.events() if results else ():
                 self.add(event, results.trace_start_ns())

@@ -19,6 +19,7 @@ from paceline.results.records import StepSample
 from paceline.training.data.corpus import Corpus, Partition, StepBatch, prefetch
 from paceline.training.data.packing import IGNORED_LABEL, RowCorpus
 from paceline.training.instruments import Clock, Stopwatch, reset_peak
+from paceline.training.observation import WindowWatch
 
 if TYPE_CHECKING:
     from paceline.workloads._checkpoints import Checkpointer
@@ -60,6 +61,7 @@ class Loop:
         self.scalars = torch.full((steps, 2), math.nan, pin_memory=seat.device == "cuda")
         self.normaliser: tuple[float, Tensor] | None = None
         self.window_began_at_s: float | None = None
+        self.watch = WindowWatch()
 
     def window(self, steps: range, reset_at: int | None = None, checkpoints: Checkpointer | None = None) -> float:
         """Run and record `steps` between two barriers; returns the wall time of the window in seconds.
@@ -73,14 +75,16 @@ class Loop:
         begin, self.window_began_at_s = time.perf_counter(), time.time()
         if checkpoints:
             checkpoints.begin(steps.start)
-        for step in steps:
-            if step == reset_at:
-                reset_peak(self.seat.device)
-            self._step(step, batches)
-            if checkpoints and checkpoints.is_due(step + 1):
-                checkpoints.save(step + 1, self._finish())
-            self._record_finished()
-        wall_s = self._finish() - begin
+        with self.watch.watching():
+            for step in steps:
+                if step == reset_at:
+                    reset_peak(self.seat.device)
+                self.watch.step = step
+                self._step(step, batches)
+                if checkpoints and checkpoints.is_due(step + 1):
+                    checkpoints.save(step + 1, self._finish())
+                self._record_finished()
+            wall_s = self._finish() - begin
         dist.barrier()
         return wall_s
 

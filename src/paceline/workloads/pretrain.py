@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from paceline.workloads._loop import Loop
 
 TRAITS = Traits(trains=True, certified=True)
-AUDITED_STEPS = 1
+# See `observation.movements`.
+Initial: TypeAlias = "Callable[[str, int, int, Tensor], Tensor | None]"
 PROFILED_STEPS = 2
+# Of so many steps after the window, some chosen at random are audited, operator by operator.
+SECOND_PASS = 3
+AUDITED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         # The limit applies to training only, not to the instruments that run after the window.
         with memory_limited(spec, seat, recorder):
             trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-            start = digest_weights(spec, trainer)
+            start, initial = digest_weights(spec, trainer), initial_weights(spec, trainer)
             release_unused(seat.device)
             recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
             partition = Partition.of(spec, seat.rank)
@@ -86,16 +91,10 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
             reset_at = min(first + spec.warmup.minimum, spec.steps - 1)
             wall_s = loop.window(range(first, spec.steps), reset_at, checkpoints)
             recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-            observed = evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s)
-            if start.frozen:
-                # Adapters start with no effect and change little in a few steps: compare digests to see that they did.
-                end = digest_weights(spec, trainer)
-                assert end.frozen is not None
-                before, after = start.trainable.by_name, end.trainable.by_name
-                unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
-                observed = dataclasses.replace(observed, unmoved=unmoved, final_frozen_digest=end.frozen.digest)
-            recorder.conclude(observed)
-        observe_extra_steps(spec, seat, loop, recorder)
+        observed = evidence(spec, seat, trainer, start, loop, wall_s, facts_of(corpus))
+        recorder.conclude(with_final_weights(observed, spec, trainer, initial))
+        profile_steps(spec, seat, loop, recorder)
+        audit(spec, seat, loop, recorder, first=spec.steps + PROFILED_STEPS)
     if checkpoints:
         checkpoints.remove()
 
@@ -123,26 +122,34 @@ def capacity_sample(spec: RunSpec, seat: Seat, capacity: int) -> ComponentSample
     )
 
 
-def observe_extra_steps(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:
-    """Profile steps, then count wire bytes, after the timed window because both slow a step down.
-
-    Counting comes last: under its dispatch mode compiled code falls back to plain operators, and may stay there.
-    """
-    from paceline.training.instruments import WireCounter
+def profile_steps(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:
+    """Profile the first steps after the timed window."""
     from paceline.training.step_profile import Profile
 
-    profile, counter, training = Profile(seat.device, loop.clock), WireCounter(), spec.training
-    profiled = range(spec.steps, spec.steps + PROFILED_STEPS)
+    profile, training = Profile(seat.device, loop.clock), spec.training
     with profile.recording():
-        loop.unrecorded(profiled)
+        loop.unrecorded(range(spec.steps, spec.steps + PROFILED_STEPS))
     batch_bytes = training.micro_batch * row_bytes(spec)
     recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
-    if spec.topology.world_size == 1:
-        return
-    with counter.counting():
-        loop.unrecorded(range(profiled.stop, profiled.stop + AUDITED_STEPS))
-    for sample in counter.samples(seat.rank, profiled.stop):
-        recorder.add(sample)
+
+
+def audit(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder, first: int) -> None:
+    """Train a few more steps and look at every operator of some of them, the same ones on all ranks.
+
+    This comes last: under its dispatch mode compiled code falls back to plain operators, and may stay there.
+    """
+    from paceline.training.observation import Audit
+
+    steps = range(first, first + SECOND_PASS)
+    audited = random.Random(spec.run_id).sample(steps, AUDITED_STEPS)
+    for step in steps:
+        watch = Audit()
+        with watch.watching() if step in audited else contextlib.nullcontext():
+            loop.unrecorded(range(step, step + 1))
+        if step in audited:
+            sent = watch.wire.samples(seat.rank, step) if spec.topology.world_size > 1 else []
+            for sample in (*sent, *watch.samples(seat.rank, step)):
+                recorder.add(sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +176,35 @@ def digest_weights(spec: RunSpec, trainer: Trainer) -> WeightDigests:
     return WeightDigests(digest_parameters(selected(True)), digest_parameters(selected(False)))
 
 
+def initial_weights(spec: RunSpec, trainer: Trainer) -> Initial:
+    """Initial elements of each trainable tensor, for `observation.movements`: computed again from the seed, or for
+    adapters, which are small, copied. Full fine-tuning may start from a user's weights, so it has none."""
+    from paceline.training.decoder import initial_part, rounded
+
+    if spec.tuning is None:
+        layers, compute = load_shape(spec.model).layers, spec.training.precision.compute
+
+        def part(name: str, start: int, stop: int, value: Tensor) -> Tensor:
+            return rounded(name, initial_part(name, start, stop, layers, spec.seed, value.device), compute)
+
+        return part
+    copies: dict[str, Tensor] = {}
+    if spec.tuning.has_adapters:
+        from paceline.training.finetuned import is_trainable
+
+        weights = trainer.full_parameters()
+        copies = {n: value.detach().reshape(-1).clone() for n, value in weights if is_trainable(n, spec.tuning)}
+    return lambda name, start, stop, value: copies[name][start:stop] if name in copies else None
+
+
 def evidence(
     spec: RunSpec,
     seat: Seat,
     trainer: Trainer,
     start: WeightDigests,
+    loop: Loop,
     wall_s: float,
     data_facts: Mapping[str, Scalar] | None = None,
-    began_at_s: float | None = None,
 ) -> Evidence:
     """What the certificate checks: initial weights, dtypes, optimizer and settings as they really were."""
     from paceline.host.machine import debug_switches, neighbours
@@ -191,10 +219,25 @@ def evidence(
         frozen_digest=start.frozen.digest if start.frozen else None,
         dtypes=dtypes,
         optimizer=optimizer,
+        groups=loop.watch.groups,
+        flags=loop.watch.flags,
         settings={**settings, **(data_facts or {}), **launch},
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,
-        window_began_at_s=began_at_s,
+        window_began_at_s=loop.window_began_at_s,
         shape=dataclasses.asdict(load_shape(spec.model)),
+    )
+
+
+def with_final_weights(observed: Evidence, spec: RunSpec, trainer: Trainer, initial: Initial) -> Evidence:
+    """The evidence with the weights after the window; called on every rank, for they may have to be gathered."""
+    from paceline.training.observation import movements
+
+    end = digest_weights(spec, trainer)
+    return dataclasses.replace(
+        observed,
+        final_digests=end.trainable.by_name,
+        final_frozen_digest=end.frozen.digest if end.frozen else None,
+        movements=movements(trainer.full_parameters(), initial),
     )

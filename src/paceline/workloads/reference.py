@@ -1,10 +1,13 @@
-"""Reference run: one process trains on the same global batches; certificates compare losses with it."""
+"""Reference run: one process trains on the same global batches; certificates compare each step with it."""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from dataclasses import dataclass
 
 from paceline.contract import Recorder, Seat
+from paceline.errors import require
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
@@ -16,9 +19,16 @@ TRAITS = Traits(trains=True)
 class Options:
     """variants: loss trajectories to compute. All but the first re-seed what must not matter: the order of sequences in
     each global batch, and the rounding of trainable initial weights to 16 bit. Their spread is the certificate's
-    tolerance."""
+    tolerance. least: steps to train however long they take; None for all. budget_s: stop after this time beyond `least`
+    steps; the certificate of later steps then rests on the other runs of the group."""
 
     variants: int = 1
+    least: int | None = None
+    budget_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        require(self.variants >= 1, "reference.variants", self.variants, "a whole number from 1")
+        require(self.budget_s > 0, "reference.budget_s", self.budget_s, "a positive number of seconds")
 
 
 def check(spec: RunSpec) -> str | None:
@@ -32,20 +42,44 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.training.data.corpus import Partition, facts_of, open_data
     from paceline.training.instruments import attention_backends, clock_for, release_unused
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import digest_weights, evidence
+    from paceline.workloads.pretrain import audit, digest_weights, evidence, initial_weights, with_final_weights
 
+    options = parse_options(Options, spec.workload)
     corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
-    for variant in range(parse_options(Options, spec.workload).variants):
+    covered = spec.steps
+    for variant in range(options.variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)
-            start = digest_weights(spec, trainer) if variant == 0 else None
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
-            wall_s = loop.window(range(spec.steps))
-        if start is not None:
-            recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus)))
+            if variant == 0:
+                start, initial = digest_weights(spec, trainer), initial_weights(spec, trainer)
+                first = min(options.least or spec.steps, spec.steps)
+                wall_s = loop.window(range(first))
+                # Every variant takes as long; a common length is what the budget allows, or all steps.
+                affordable = int(options.budget_s * first / (options.variants * wall_s))
+                covered = min(max(first, affordable), spec.steps)
+                if covered > first:
+                    wall_s += loop.window(range(first, covered))
+                observed = evidence(spec, seat, trainer, start, loop, wall_s, facts_of(corpus))
+                observed = with_final_weights(observed, spec, trainer, initial)
+                later = later_digests(partition, corpus, range(covered, spec.steps), options.budget_s)
+                recorder.conclude(dataclasses.replace(observed, later_digests=later))
+                audit(spec, seat, loop, recorder, first=covered)
+            else:
+                loop.window(range(covered))
         # A trainer and its optimizer refer to each other: collect them now to free the device for the next variant.
         del trainer, loop
         release_unused(seat.device)
+
+
+def later_digests(partition, corpus, steps: range, budget_s: float) -> list[int]:  # type: ignore[no-untyped-def]
+    """Digests of the global batches that the reference does not train on, as far as the time allows."""
+    began, digests = time.perf_counter(), []
+    for step in steps:
+        if time.perf_counter() - began > budget_s:
+            break
+        digests.append(partition.step_batch(corpus, step).digest)
+    return digests

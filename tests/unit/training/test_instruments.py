@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional  # noqa: E402
 
 from paceline.training import instruments  # noqa: E402
 from paceline.training.instruments import HostClock, Stopwatch, WireCounter, digest_parameters, read_memory, reset_peak  # noqa: E402
+from paceline.training.observation import Audit  # noqa: E402
 
 
 def digest(**tensors: Any) -> str:
@@ -219,18 +220,20 @@ CALLS: dict[str, tuple[Any, str, int]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_collective_is_counted(group: Any, name: str) -> None:
     call, operation, size = CALLS[name]
-    counter = WireCounter()
-    with counter.counting():
+    audit = Audit()
+    with audit.watching():
         call()
+    counter = audit.wire
     assert dict(counter.bytes) == {(operation, "fp32", 1): size}
     assert dict(counter.calls) == {(operation, "fp32", 1): 1}
 
 
 def test_dtypes_are_kept_apart_and_calls_add_up(group: Any) -> None:
-    counter = WireCounter()
-    with counter.counting():
+    audit = Audit()
+    with audit.watching():
         for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.int64):
             dist.all_reduce(single(10, dtype))
+    counter = audit.wire
     assert {(s.dtype, s.calls, s.payload_bytes) for s in counter.samples(rank=2, step=9)} == {
         ("fp32", 2, 80),
         ("bf16", 1, 20),
@@ -240,13 +243,13 @@ def test_dtypes_are_kept_apart_and_calls_add_up(group: Any) -> None:
 
 
 def test_nothing_else_is_counted(group: Any) -> None:
-    counter = WireCounter()
+    audit = Audit()
     dist.all_reduce(single())
-    with counter.counting():
+    with audit.watching():
         (single() * 2).sum()
         dist.barrier()
     dist.all_reduce(single())
-    assert counter.samples(0, 0) == []
+    assert audit.wire.samples(0, 0) == []
 
 
 def test_a_coalesced_call_counts_all_its_tensors(group: Any) -> None:

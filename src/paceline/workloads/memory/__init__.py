@@ -77,7 +77,7 @@ def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Predictio
             recorder.add(
                 ComponentSample(rank=seat.rank, component=name, source="held", bytes=size, micro_batch=micro_batch)
             )
-        observed = pretrain.evidence(spec, seat, trainer, start, wall_s)
+        observed = pretrain.evidence(spec, seat, trainer, start, loop, wall_s)
         recorder.conclude(replace(observed, settings={**observed.settings, "prediction": prediction.state()}))
 
 
