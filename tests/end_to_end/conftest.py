@@ -33,7 +33,6 @@ BASE: dict[str, Any] = {
     "global_batch": 8,
     "processes": 2,
     "steps": 4,
-    "reference_steps": 4,
     "warmup": {"minimum": 1, "maximum": 2, "window": 2},
     "timeout_s": 300.0,
     "stall_s": 200.0,
@@ -46,7 +45,6 @@ SMALLER: dict[str, Any] = {
     "sequence_length": 8,
     "global_batch": 4,
     "steps": 3,
-    "reference_steps": 3,
 }
 
 

@@ -28,7 +28,6 @@ SMALL: dict[str, Any] = {
     "processes": 1,
     "global_batch": 1,
     "steps": 20,
-    "reference_steps": 3,
 }
 # The first attempt would go on for a minute, so that whoever is gone earlier was ended; the second one is quick.
 SLOWLY, QUICKLY = {"FAULTY_SLEEP_S": "3"}, {"FAULTY_SLEEP_S": "0"}

@@ -168,7 +168,6 @@ def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path,
         "sequence_length": 256,
         "micro_batch": 16,
         "steps": 2,
-        "reference_steps": 2,
         "warmup": {"minimum": 1, "maximum": 2, "window": 2},
     }
     done = ask("run", tmp_path, "limited", limited, {})

@@ -19,7 +19,7 @@ EXPERIMENT = """
 name: tuned
 base: {workload: finetune, model: "tiny-llama:hidden=256,ffn=512", precision: bf16, sequence_length: 128,
        micro_batch: 2, accumulation: 2, rank: 32, checkpointing: full, data: "instructions:mean=80", steps: 8,
-       reference_steps: 6, warmup: {minimum: 2, maximum: 4, window: 2}, timeout_s: 400, stall_s: 200}
+       warmup: {minimum: 2, maximum: 4, window: 2}, timeout_s: 400, stall_s: 200}
 """
 ALONE = ["strategy=single", "processes=1"]
 SHARED = ["strategy=[ddp, fsdp2]", "processes=2", "launcher=local:shared_gpu=true"]
@@ -58,7 +58,7 @@ def test_every_run_is_certified(group: str, tmp_path: Path, remember: Any) -> No
 
 
 def test_4bit_weights_hold_less(tmp_path: Path, remember: Any) -> None:
-    runs = tuned(tmp_path, remember, [*ALONE, "method=[qlora, lora]", "steps=2", "reference_steps=2"])
+    runs = tuned(tmp_path, remember, [*ALONE, "method=[qlora, lora]", "steps=2"])
     held = {}
     for record in runs:
         if record.spec.tuning and not record.is_reference:

@@ -19,7 +19,7 @@ from paceline.results.records import RunRecord
 EXPERIMENT = """
 name: gauges
 base: {model: gpt2-124m, precision: bf16, sequence_length: 1024, micro_batch: 16, accumulation: 2, steps: 40,
-       reference_steps: 4, warmup: {minimum: 4, maximum: 10, window: 4}, strategy: single, processes: 1,
+       warmup: {minimum: 4, maximum: 10, window: 4}, strategy: single, processes: 1,
        telemetry_hz: 10, timeout_s: 300, stall_s: 200}
 """
 

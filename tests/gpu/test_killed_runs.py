@@ -20,7 +20,7 @@ EVERY, KILLED_AT, STEPS = 3, 5, 8
 EXPERIMENT = """
 name: broken
 base: {model: "tiny-llama:hidden=256,ffn=512", precision: bf16, sequence_length: 128, micro_batch: 2, accumulation: 2,
-       steps: 8, reference_steps: 6, warmup: {minimum: 2, maximum: 4, window: 2}, timeout_s: 400, stall_s: 200,
+       steps: 8, warmup: {minimum: 2, maximum: 4, window: 2}, timeout_s: 400, stall_s: 200,
        max_restarts: 1, rank: 32, data: "instructions:mean=80", checkpointing: full}
 matrix: {checkpoint_every: [null, 3]}
 """

@@ -17,7 +17,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero:stage=1", "zero:stage=2", "zero:stage=3")
 EXPERIMENT = """
 name: gpu
 base: {model: tiny-llama, precision: bf16, sequence_length: 128, micro_batch: 2, accumulation: 2, steps: 8,
-       reference_steps: 6, warmup: {minimum: 2, maximum: 4, window: 2}, timeout_s: 240, stall_s: 120}
+       warmup: {minimum: 2, maximum: 4, window: 2}, timeout_s: 240, stall_s: 120}
 matrix:
   - {strategy: [ddp, fsdp2, "zero:stage=1", "zero:stage=2", "zero:stage=3"], processes: [1]}
   - {strategy: [ddp, fsdp2, "zero:stage=1", "zero:stage=2", "zero:stage=3"], processes: [2],

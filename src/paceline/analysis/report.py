@@ -139,7 +139,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         loss_first=first if np.isfinite(first) else None,
         loss_last=last if np.isfinite(last) else None,
         outlier_steps=window.outliers if window else 0,
-        health=_health(record, window),
+        health=_health(record, window, certificates.get(run)),
         warmup=window.warmup if window else None,
         throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
@@ -148,7 +148,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
     )
 
 
-def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
+def _health(record: RunRecord, window: Window | None, certificate: Certificate | None) -> tuple[str, ...]:
     """What a reader should know before trusting the run."""
     evidence = [o.evidence for o in record.outcomes if o.evidence]
     switches = sorted({f"{key}={value}" for e in evidence for key, value in e.switches.items()})
@@ -166,9 +166,8 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(f"warm-up: {window.warmup.text}")
     if window and window.goodput:
         found.append(window.goodput.text)
-    checked = min(record.spec.reference_steps, record.spec.steps)
-    if window and (window.measured[0] if window.measured else window.warmup.excluded_steps) >= checked:
-        found.append(f"the trajectory was checked on the first {checked} steps only, all of them warm-up")
+    if certificate and certificate.compared_steps < certificate.steps:
+        found.append(f"only {certificate.compared_steps} of {certificate.steps} steps could be compared")
     return tuple(found)
 
 

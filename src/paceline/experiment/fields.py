@@ -120,6 +120,8 @@ class Experiment(Strict):
 
 
 # What pydantic expected, by its type of error; its own words otherwise.
+# Of a reference; runs of fewer steps have shorter ones.
+LEAST_REFERENCE_STEPS = 10
 _EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -176,6 +178,8 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     loadgen = engine.options.get("loadgen", serving["loadgen"])
     options = {key: value for key, value in engine.options.items() if key != "loadgen"}
     model, data = _expand_home(Choice.parse(cell.model)), _expand_home(Choice.parse(cell.data))
+    few = f"at least {LEAST_REFERENCE_STEPS}: fewer show too little of a trajectory"
+    require(cell.reference_steps >= LEAST_REFERENCE_STEPS, "reference_steps", cell.reference_steps, few)
     return RunSpec(
         experiment=name,
         workload=workload,

@@ -99,7 +99,7 @@ def test_every_field_reaches_its_place(file: Any) -> None:
         "steps": 7,
         "warmup": {"minimum": 2, "maximum": 3},
         "seed": 9,
-        "reference_steps": 6,
+        "reference_steps": 16,
         "timeout_s": 11.0,
         "stall_s": 12.0,
         "launcher": "local:threads=2",
@@ -112,7 +112,7 @@ def test_every_field_reaches_its_place(file: Any) -> None:
     assert (t.sequence_length, t.micro_batch, t.accumulation) == (17, 3, 5)
     assert (t.checkpointing, t.compile, t.bucket_mb) == ("full", True, 2.5)
     assert (t.learning_rate, t.weight_decay, t.clip_norm, str(t.data)) == (0.5, 0.0, 2.0, "file:path=x.bin")
-    assert (spec.steps, spec.seed, spec.reference_steps, spec.timeout_s, spec.stall_s) == (7, 9, 6, 11.0, 12.0)
+    assert (spec.steps, spec.seed, spec.reference_steps, spec.timeout_s, spec.stall_s) == (7, 9, 16, 11.0, 12.0)
     assert spec.warmup == WarmUp(minimum=2, maximum=3)
     assert (str(spec.launcher), str(spec.strategy), str(spec.model)) == ("local:threads=2", "zero:stage=3", "tiny")
     assert (spec.topology.device, spec.topology.world_size, spec.experiment) == ("cpu", 2, "test")

@@ -116,23 +116,33 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of a certificate: what the group expects, and what this run did."""
+    """One line of a certificate: what the group expects, and what this run did.
+
+    basis: `observed` in the process by Paceline, `counted` there, or `declared` by the strategy.
+    """
 
     name: str
     ok: bool
     expected: str
     observed: str
+    basis: str = "observed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Proof that a run did the same work as its group, or the reasons why not."""
+    """Proof that a run did the same work as its group, or the reasons why not.
+
+    steps: the recorded steps. compared_steps: those whose loss and gradient norm were compared with the reference or
+    with other cells.
+    """
 
     run: str
     cell: str
     work: str
     reference: str | None
     checks: tuple[Check, ...]
+    steps: int = 0
+    compared_steps: int = 0
 
     @property
     def valid(self) -> bool:

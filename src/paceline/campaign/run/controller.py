@@ -37,8 +37,9 @@ from paceline.results.records import RunRecord, Status
 POLL_S = 0.1
 # A large model takes some 15 s of one core for each of a dozen settings.
 ADVICE_S = 300.0
+FEW_STEPS = 20
 # Re-seeded copies of a 16-bit reference: their spread is the tolerance of the certificate.
-REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
+VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Most tokens in a micro batch of a reference: the uncompiled loss keeps their logits in fp32 several times.
 REFERENCE_TOKENS = 8192
 # The user is notified when an engine takes longer to say whether it can take the runs.
@@ -103,7 +104,9 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
         if spec.is_certified and unsupported(spec) is None:
             candidates = [reference_of(spec), *filter(None, [references.get(spec.work)])]
             smallest = min(reversed(candidates), key=lambda s: s.training.micro_batch)
-            references[spec.work] = replace(smallest, steps=max(s.steps for s in candidates))
+            least = max(int(str(s.workload.options["least"])) for s in candidates)
+            workload = Choice("reference", {**smallest.workload.options, "least": least})
+            references[spec.work] = replace(smallest, workload=workload, steps=max(s.steps for s in candidates))
     return references
 
 
@@ -119,7 +122,10 @@ def reference_of(spec: RunSpec) -> RunSpec:
         compile=False,
         bucket_mb=None,
     )
-    variants = REFERENCE_VARIANTS[training.precision.compute]
+    # In the first steps a fixed tolerance is right for fp32; later, differences of rounding have grown.
+    variants = (
+        2 if spec.steps > FEW_STEPS and training.precision.compute == "fp32" else VARIANTS[training.precision.compute]
+    )
     launcher = spec.launcher
     if getattr(load("launchers", launcher.name), "HERE", False):
         # On this host, options that change the arithmetic stay; those that divide the host among ranks do not.
@@ -127,12 +133,11 @@ def reference_of(spec: RunSpec) -> RunSpec:
         launcher = Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
     return replace(
         spec,
-        workload=Choice("reference", {"variants": variants}),
+        workload=Choice("reference", {"variants": variants, "least": min(spec.reference_steps, spec.steps)}),
         strategy=None,
         topology=Topology(device=spec.topology.device),
         training=training,
         launcher=launcher,
-        steps=min(spec.reference_steps, spec.steps),
         timeout_s=spec.timeout_s * spec.topology.world_size * variants,
         warmup=WarmUp(),
         repeat=0,

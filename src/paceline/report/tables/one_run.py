@@ -49,8 +49,15 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
             who = f"rank {', '.join(silent)} on {who}"
         yield f"  {who} was lost before the end; the run continued without it"
     yield from map(_profile, record.traces)
-    for check in certificate.checks if certificate else ():
-        yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
+    if certificate is None:
+        return
+    verdict = "certified" if certificate.valid else "NOT certified"
+    yield f"  {verdict}: {certificate.compared_steps} of {certificate.steps} steps compared"
+    width = max((len(check.name) for check in certificate.checks), default=0)
+    for check in certificate.checks:
+        yield f"    {'ok  ' if check.ok else 'FAIL'}  {check.name:{width}}  {check.basis:8}  {check.observed}"
+        if not check.ok:
+            yield f"    {'':4}  {'':{width}}  {'expected':8}  {check.expected}"
 
 
 def _profile(trace: TraceSample) -> str:

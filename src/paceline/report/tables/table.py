@@ -316,18 +316,28 @@ def certification(report: Report) -> Table | None:
 
 
 def certified_sentence(report: Report) -> str:
-    total, passed = len(report.certificates), sum(c.valid for c in report.certificates)
-    return (
-        f"{passed} of {total} runs are certified to have done equal work." if total else "No run carries a certificate."
-    )
+    """How many runs did equal work, and how many of their steps that rests on."""
+    total, valid = len(report.certificates), [c for c in report.certificates if c.valid]
+    if not total:
+        return "No run carries a certificate."
+    steps, compared = sum(c.steps for c in valid), sum(c.compared_steps for c in valid)
+    rests = f" {compared:,} of their {steps:,} steps were compared." if steps else ""
+    return f"{len(valid)} of {total} runs are certified to have done equal work.{rests}"
 
 
 def checks(certificate: Certificate) -> Table:
     rows = tuple(
-        (Cell(TICK if c.ok else CROSS, "", "good" if c.ok else "bad"), Cell(c.name), Cell(c.expected), Cell(c.observed))
+        (
+            Cell(TICK if c.ok else CROSS, "", "good" if c.ok else "bad"),
+            Cell(c.name),
+            Cell(c.basis),
+            Cell(c.expected),
+            Cell(c.observed),
+        )
         for c in certificate.checks
     )
-    return Table(certificate.run, (Column(""), Column("check"), Column("expected"), Column("observed")), rows)
+    columns = (Column(""), Column("check"), Column("basis"), Column("expected"), Column("result"))
+    return Table(certificate.run, columns, rows)
 
 
 def run_details(report: Report) -> Table | None:

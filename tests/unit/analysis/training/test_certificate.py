@@ -11,7 +11,7 @@ import pytest
 
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.training.certificate import certify, certify_all
-from paceline.results.records import RunRecord, Status
+from paceline.results.records import OperationSample, RunRecord, Status
 
 Builder = Callable[..., Any]
 
@@ -53,7 +53,8 @@ def test_equal_work_passes_every_check(good: RunRecord, reference: RunRecord) ->
     assert found.reasons == ()
     assert found.valid
     assert found.reference == reference.spec.run_id
-    assert len(found.checks) == 14
+    assert {check.basis for check in found.checks} == {"observed", "counted", "declared"}
+    assert (found.steps, found.compared_steps) == (30, 10), "one cell alone, after a reference of ten steps"
 
 
 def test_other_world_size_and_micro_batch_pass_against_the_same_reference(
@@ -120,14 +121,26 @@ class TestData:
         same = tuple(dataclasses.replace(s, data_digest=first[s.step]) for s in good.steps)
         assert failed(certify(dataclasses.replace(good, steps=same), reference, [])) == ["data"]
 
-    def test_after_the_reference_ends_the_majority_decides(
+    def test_the_reference_computes_digests_of_later_steps(
+        self, good: RunRecord, reference: RunRecord, make_spec: Builder, make_record: Builder
+    ) -> None:
+        """No majority decides: a group of wrong runs does not refuse the right one."""
+        sums = [sum(s.data_digest for s in good.steps if s.step == step) % 2**64 for step in range(10, 30)]
+        knowing = with_evidence(reference, later_digests=sums)
+        spoiled = tuple(dataclasses.replace(s, data_digest=s.data_digest + (s.step == 25)) for s in good.steps)
+        wrong = [dataclasses.replace(make_record(make_spec("fsdp2", repeat=i)), steps=spoiled) for i in range(2)]
+        assert failed(certify(wrong[0], knowing, [good, wrong[1]])) == ["data"]
+        assert certify(good, knowing, wrong).valid
+
+    def test_runs_that_disagree_where_the_reference_is_silent_are_both_refused(
         self, good: RunRecord, reference: RunRecord, make_spec: Builder, make_record: Builder
     ) -> None:
         spoiled = tuple(dataclasses.replace(s, data_digest=s.data_digest + (s.step == 25)) for s in good.steps)
-        wrong = dataclasses.replace(good, steps=spoiled)
-        others = [make_record(make_spec("fsdp2", repeat=i)) for i in range(2)]
-        assert failed(certify(wrong, reference, others)) == ["data"]
-        assert certify(others[0], reference, [wrong, others[1]]).valid
+        wrong, other = dataclasses.replace(good, steps=spoiled), make_record(make_spec("fsdp2"))
+        for run, peer in ((wrong, other), (other, wrong)):
+            found = certify(run, reference, [peer])
+            assert failed(found) == ["data"]
+            assert "the group disagrees on the token ids at step 25" in found.reasons[0]
 
     def test_padding_counted_as_tokens(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_steps(good, tokens=300), reference, [])
@@ -160,17 +173,19 @@ class TestAmountOfWork:
         assert text == golden
         assert "29" in text
 
-    def test_step_skipped_in_fp16_like_the_reference(
+    def test_fp16_may_skip_a_step_whose_gradients_overflow(
         self, make_spec: Builder, make_record: Builder, make_reference: Builder
     ) -> None:
+        """After the reference too; a step that is skipped although its norm is finite is another matter."""
         run = make_record(make_spec(precision="fp16"))
         reference = make_reference(run.spec)
-        skipping = [
-            dataclasses.replace(r, steps=tuple(dataclasses.replace(s, updates=int(s.step > 0)) for s in r.steps))
-            for r in (run, reference)
-        ]
-        assert certify(skipping[0], skipping[1], []).valid
-        assert failed(certify(skipping[0], reference, [])) == ["optimizer steps"]
+
+        def skipping(**changes: Any) -> RunRecord:
+            steps = (dataclasses.replace(s, updates=0, **changes) if s.step == 20 else s for s in run.steps)
+            return dataclasses.replace(run, steps=tuple(steps))
+
+        assert certify(skipping(grad_norm=None), reference, []).valid
+        assert failed(certify(skipping(), reference, [])) == ["optimizer steps"]
 
 
 class TestArithmetic:
@@ -198,7 +213,7 @@ class TestArithmetic:
         assert good.evidence is not None
         lying = dataclasses.replace(good, wire=make_wire(good.spec, good.evidence.parameters, "bf16"))
         found = certify(lying, reference, [])
-        assert failed(found) == ["reduction dtype on the wire"]
+        assert failed(found) == ["reduction dtype on the wire", "gradients reduced"]
         assert found.reasons[0] == golden
         assert "bf16" in found.reasons[0]
 
@@ -211,7 +226,15 @@ class TestArithmetic:
 
     def test_gradients_that_were_never_reduced(self, good: RunRecord, reference: RunRecord) -> None:
         found = certify(dataclasses.replace(good, wire=()), reference, [])
-        assert failed(found) == ["reduction dtype on the wire"]
+        assert failed(found) == ["reduction dtype on the wire", "gradients reduced"]
+
+    def test_gradients_reduced_on_one_of_two_audited_steps(self, good: RunRecord, reference: RunRecord) -> None:
+        again = tuple(
+            dataclasses.replace(w, step=w.step + 1, payload_bytes=w.payload_bytes * 97 // 100) for w in good.wire
+        )
+        found = certify(dataclasses.replace(good, wire=(*good.wire, *again)), reference, [])
+        assert failed(found) == ["gradients reduced"]
+        assert f"at step {good.spec.steps + 1}" in found.reasons[0]
 
     def test_other_optimizer(self, good: RunRecord, reference: RunRecord) -> None:
         assert good.evidence is not None
@@ -241,7 +264,8 @@ class TestTrajectory:
 
     def test_gradient_norm_of_any_rank(self, good: RunRecord, reference: RunRecord) -> None:
         steps = tuple(dataclasses.replace(s, grad_norm=(s.grad_norm or 0) * (1 + s.rank)) for s in good.steps)
-        assert failed(certify(dataclasses.replace(good, steps=steps), reference, [])) == ["gradient norm"]
+        found = failed(certify(dataclasses.replace(good, steps=steps), reference, []))
+        assert found == ["gradient norm", "gradient norm on all ranks"]
 
     def test_gradient_norm_never_observed(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_steps(good, grad_norm=None), reference, [])
@@ -289,16 +313,190 @@ class TestTrajectory:
         assert failed(found) == ["loss trajectory"]
         assert found.reasons[0] == golden
 
-    def test_bf16_floors(
-        self, make_spec: Builder, make_record: Builder, make_reference: Builder, golden: object
+    def test_fp32_tolerance_grows_with_a_reseeded_reference(self, good: RunRecord, make_reference: Builder) -> None:
+        drifting = make_reference(good.spec, variants=(0.0, 0.003))
+        assert certify(self.spoil(good, loss=1.0059, grad_norm=1.0059), drifting, []).valid
+        assert failed(certify(self.spoil(good, loss=1.0061), drifting, [])) == ["loss trajectory"]
+
+
+class TestAfterTheReference:
+    """The reference has 10 of 30 steps; then the cells of the group are compared with each other."""
+
+    def off(self, record: RunRecord, by: float, since: int, field: str = "loss") -> RunRecord:
+        steps = (
+            dataclasses.replace(s, **{field: getattr(s, field) * (1 + by * (s.step >= since))}) for s in record.steps
+        )
+        return dataclasses.replace(record, steps=tuple(steps))
+
+    @pytest.fixture
+    def group(self, make_spec: Builder, make_record: Builder) -> list[RunRecord]:
+        return [make_record(make_spec(name)) for name in ("fsdp2", "zero:stage=1", "zero:stage=2")]
+
+    def test_a_cell_that_leaves_the_median_is_refused_and_the_others_are_not(
+        self, good: RunRecord, reference: RunRecord, group: list[RunRecord]
     ) -> None:
-        run = make_record(make_spec(precision="bf16"))
-        reference = make_reference(run.spec, variants=(0.0, 1e-6))
-        assert certify(self.spoil(run, loss=1.0009, grad_norm=1.009), reference, []).valid
-        found = certify(self.spoil(run, loss=1.0011, grad_norm=1.011), reference, [])
-        assert failed(found) == ["loss trajectory", "gradient norm"]
-        assert found.reasons[0] == golden
-        assert "0.001" in found.reasons[0]
+        late = self.off(good, 2.5e-4, since=12)
+        found = certify(late, reference, group)
+        assert failed(found) == ["loss trajectory"]
+        assert "of the median of 4 cells at step 12" in found.reasons[0]
+        honest = certify(group[0], reference, [late, *group[1:]])
+        assert honest.valid
+        assert (honest.compared_steps, honest.steps) == (30, 30)
+
+    def test_two_cells_that_differ_are_both_refused(
+        self, good: RunRecord, reference: RunRecord, group: list[RunRecord]
+    ) -> None:
+        late = self.off(good, 2.5e-4, since=12)
+        for run, peer in ((late, group[0]), (group[0], late)):
+            assert "of the other cell at step" in certify(run, reference, [peer]).reasons[0]
+
+    def test_repeats_of_one_cell_prove_nothing_to_each_other(
+        self, good: RunRecord, reference: RunRecord, make_spec: Builder, make_record: Builder
+    ) -> None:
+        found = certify(good, reference, [make_record(make_spec(repeat=1))])
+        assert found.valid
+        assert found.compared_steps == 10
+
+    def test_slow_growth_of_rounding_is_no_mistake(
+        self, make_spec: Builder, make_record: Builder, make_reference: Builder, group: list[RunRecord]
+    ) -> None:
+        """Half more at each step, as compiled code drifts from the rest."""
+        run = make_record(make_spec(compile=True))
+        drifting = (dataclasses.replace(s, loss=s.loss * (1 + 1e-8 * 1.5**s.step)) for s in run.steps)
+        run = dataclasses.replace(run, steps=tuple(drifting))
+        assert certify(run, make_reference(run.spec), group).valid
+
+    def test_a_norm_that_is_a_factor_off_is_refused(
+        self, good: RunRecord, reference: RunRecord, group: list[RunRecord]
+    ) -> None:
+        assert failed(certify(self.off(good, 1.0, 12, "grad_norm"), reference, group)) == ["gradient norm"]
+        assert certify(self.off(good, 0.05, 12, "grad_norm"), reference, group).valid
+
+
+class TestObserved:
+    """What a strategy declares is compared with what was seen in its process."""
+
+    GROUP = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01, "first_step": 0, "steps": 10}  # noqa: RUF012
+
+    def seen(self, record: RunRecord, rank: int | None = None, **changes: Any) -> RunRecord:
+        return with_evidence(record, rank, **changes)
+
+    def test_all_groups_have_the_hyper_parameters_of_the_reference(self, good: RunRecord, reference: RunRecord) -> None:
+        assert good.evidence is not None
+        count = good.evidence.parameters
+        known = self.seen(reference, groups=[{**self.GROUP, "elements": count}])
+
+        def refused(*groups: dict[str, Any]) -> list[str]:
+            return failed(certify(self.seen(good, groups=list(groups)), known, []))
+
+        parts = [{**self.GROUP, "elements": 1000}, {**self.GROUP, "elements": count - 1000}]
+        assert refused(*parts) == []
+        assert refused(parts[0], {**parts[1], "eps": 1e-6}) == ["parameter groups"]
+        assert refused(parts[1]) == ["parameter groups"], "a thousand weights were never stepped"
+        late = {**parts[0], "lr": 5e-5, "first_step": 7, "steps": 3, "elements": count}
+        found = certify(self.seen(good, groups=[*parts, late]), known, [])
+        assert "lr 5e-05" in found.reasons[0]
+        assert "at 3 steps from step 7" in found.reasons[0]
+
+    def test_shards_of_all_ranks_cover_the_weights_together(self, good: RunRecord, reference: RunRecord) -> None:
+        assert good.evidence is not None
+        half = good.evidence.parameters // 2
+        known = self.seen(reference, groups=[{**self.GROUP, "elements": 2 * half}])
+        shards = self.seen(good, groups=[{**self.GROUP, "elements": half}])
+        assert good.evidence.parameters == 2 * half
+        assert certify(shards, known, []).valid
+        short = self.seen(shards, rank=1, groups=[{**self.GROUP, "elements": half - 64}])
+        assert failed(certify(short, known, [])) == ["parameter groups"]
+
+    def test_precision_switches(self, good: RunRecord, reference: RunRecord) -> None:
+        known = self.seen(reference, flags={"float32_matmul_precision": "highest"})
+        assert certify(self.seen(good, flags={"float32_matmul_precision": "highest"}), known, []).valid
+        changed = {"float32_matmul_precision": "highest from step 0, high from step 10"}
+        assert failed(certify(self.seen(good, rank=1, flags=changed), known, [])) == ["precision switches"]
+
+    def test_ranks_that_end_with_other_weights(self, good: RunRecord, reference: RunRecord) -> None:
+        same = self.seen(good, final_digests={"head": "a", "norm": "b"})
+        assert certify(same, reference, []).valid
+        found = certify(self.seen(same, rank=1, final_digests={"head": "a", "norm": "c"}), reference, [])
+        assert failed(found) == ["weights after the window"]
+        assert "1 tensors differ on rank 1, first norm" in found.reasons[0]
+
+    @pytest.mark.parametrize("change", [0.0, 0.8e-3, 1.2e-3])
+    def test_a_tensor_that_moved_too_little_or_too_much(
+        self, good: RunRecord, change: float, make_reference: Builder
+    ) -> None:
+        known = self.seen(make_reference(good.spec, steps=30), movements={"head": 1e-3, "norm": 1e-3})
+        assert certify(self.seen(good, movements={"head": 1e-3, "norm": 1.1e-3}), known, []).valid
+        assert failed(certify(self.seen(good, movements={"head": 1e-3, "norm": change}), known, [])) == [
+            "weights moved"
+        ]
+
+
+class TestAuditedSteps:
+    """Operators of single steps after the window; the reference has one micro batch of 8 sequences."""
+
+    def audited(self, record: RunRecord, **changes: Any) -> RunRecord:
+        training, layers = record.spec.training, record.shape.layers
+        n, passes = record.spec.topology.world_size, training.accumulation
+        flops = changes.pop("flops", 8e9) / n
+        counts: dict[str, tuple[str, int, float]] = {
+            "product": ("fp32", 9, flops),
+            "embedding": ("fp32", passes, passes * training.micro_batch * training.sequence_length),
+            "attention": ("fp32", layers * passes, 1),
+            "activation": ("fp32", layers * passes, 1),
+            **changes,
+        }
+        samples = tuple(
+            OperationSample(rank=r, step=31, operation=name, dtype=dtype, calls=calls, work=int(work))
+            for r in range(n)
+            for name, (dtype, calls, work) in counts.items()
+        )
+        return dataclasses.replace(record, operations=samples)
+
+    def refused(self, good: RunRecord, reference: RunRecord, **changes: Any) -> list[str]:
+        return failed(certify(self.audited(good, **changes), self.audited(reference), []))
+
+    def test_equal_work_passes(self, good: RunRecord, reference: RunRecord) -> None:
+        assert self.refused(good, reference) == []
+
+    def test_other_products(self, good: RunRecord, reference: RunRecord) -> None:
+        assert self.refused(good, reference, product=("bf16", 9, 4e9)) == ["matrix products"]
+        assert self.refused(good, reference, flops=7.9e9) == ["matrix products"], "a layer less"
+        assert self.refused(good, reference, cast=("float8_e4m3fn", 1, 1)) == ["matrix products"]
+        assert self.refused(good, reference, cast=("float64", 1, 1)) == []
+
+    def test_merged_micro_batches(self, good: RunRecord, reference: RunRecord) -> None:
+        assert self.refused(good, reference, embedding=("fp32", 1, 256)) == ["micro batches per step"]
+
+    def test_checkpointing_is_counted(self, good: RunRecord, reference: RunRecord, make_record: Builder) -> None:
+        spec = dataclasses.replace(good.spec, training=dataclasses.replace(good.spec.training, checkpointing="full"))
+        layers = good.shape.layers
+        assert self.refused(make_record(spec), reference) == ["activation checkpointing"]
+        twice = dict.fromkeys(("attention", "activation"), ("fp32", 2 * layers * 2, 1))
+        assert self.refused(make_record(spec), reference, **twice) == []
+
+    @pytest.mark.parametrize(("squares", "valid"), [(1.0, True), (1.1, False)])
+    def test_the_optimizer_is_given_clipped_gradients(
+        self, good: RunRecord, reference: RunRecord, squares: float, valid: bool
+    ) -> None:
+        assert good.evidence is not None
+        count = good.evidence.parameters
+        for share in (1, 2):
+            updates = tuple(
+                OperationSample(
+                    rank=r,
+                    step=31,
+                    operation="update",
+                    dtype="fp32",
+                    calls=1,
+                    work=count // share,
+                    squares=squares / share,
+                )
+                for r in range(2)
+            )
+            record = dataclasses.replace(self.audited(good), operations=(*self.audited(good).operations, *updates))
+            found = failed(certify(record, self.audited(reference), []))
+            assert found == ([] if valid else ["gradient clipping"]), share
 
 
 class TestSwitches:

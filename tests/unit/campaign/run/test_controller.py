@@ -234,19 +234,22 @@ def test_a_reference_is_named_by_the_work_not_by_whoever_asks(make_spec: Make) -
     assert len(names) == 1
 
 
-def test_a_reference_is_as_long_as_asked_and_no_longer_than_the_run(make_spec: Make) -> None:
-    assert reference_of(make_spec(steps=100, reference_steps=20)).steps == 20
-    assert reference_of(make_spec(steps=5, reference_steps=20)).steps == 5
+def test_a_reference_covers_the_longest_run_and_at_least_what_was_requested(make_spec: Make) -> None:
+    def lengths(spec: RunSpec) -> tuple[int, object]:
+        return spec.steps, spec.workload.options["least"]
+
+    assert lengths(reference_of(make_spec(steps=100, reference_steps=20))) == (100, 20)
+    assert lengths(reference_of(make_spec(steps=5, reference_steps=20))) == (5, 5)
     both = references_of([make_spec("ddp", steps=5), make_spec("fsdp2", steps=50, reference_steps=20)])
-    assert [r.steps for r in both.values()] == [20]
+    assert [lengths(r) for r in both.values()] == [(50, 20)]
 
 
-def test_16_bit_references_come_with_re_ordered_copies(make_spec: Make) -> None:
-    assert reference_of(make_spec(precision="fp32")).workload == Choice("reference", {"variants": 1})
-    for precision in ("bf16", "fp16"):
-        variants = reference_of(make_spec(precision=precision)).workload.options["variants"]
-        assert isinstance(variants, int)
-        assert variants >= 3
+@pytest.mark.parametrize(("precision", "steps", "variants"), [("fp32", 20, 1), ("fp32", 21, 2), ("bf16", 5, 4)])
+def test_references_have_reseeded_copies_where_rounding_matters(
+    make_spec: Make, precision: str, steps: int, variants: int
+) -> None:
+    spec = make_spec(precision=precision, steps=steps)
+    assert reference_of(spec).workload.options["variants"] == variants
 
 
 def test_what_cannot_run_needs_no_reference(make_spec: Make) -> None:
