@@ -1,0 +1,165 @@
+"""An adversary: strategies and workloads with one planted mistake each are refused, and honest variations are not.
+
+All runs train the same small model on two ranks, most of them in fp32 and in bf16, and share one reference for each
+precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adversary import honest, other_data, planted, ranks
+from paceline.analysis.findings import Certificate
+from paceline.analysis.training.certificate import certify_all
+from paceline.campaign.run.controller import references_of
+from paceline.experiment.spec import RunSpec
+from paceline.results import store
+from paceline.results.records import Status
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+LOSS, NORM, GROUPS, MOVED = "loss trajectory", "gradient norm", "parameter groups", "weights moved"
+# The check that must refuse each mistake; others may refuse it too.
+REFUSED_BY = {
+    "half_of_the_batch_late": LOSS,
+    "shorter_sequences_late": LOSS,
+    "stale_tokens": LOSS,
+    "rolled_tokens_late": LOSS,
+    "unshifted_labels": LOSS,
+    "one_rank_repeats_its_batch": LOSS,
+    "fewer_layers_late": LOSS,
+    "a_little_dropout": LOSS,
+    "no_causal_mask": LOSS,
+    "no_reduction_late": "gradient norm on all ranks",
+    "no_reduction_periodic": "gradient norm on all ranks",
+    "one_tensor_never_reduced": "weights after the window",
+    "stale_gradients_late": LOSS,
+    "sum_instead_of_mean": NORM,
+    "not_divided_by_accumulation": NORM,
+    "last_micro_batch_only": NORM,
+    "gradients_kept_late": NORM,
+    "one_rank_scales_its_loss": NORM,
+    "sparse_gradients_periodic": NORM,
+    "compressed_reduction": "reduction dtype on the wire",
+    "frozen_bias": MOVED,
+    "one_tensor_stops_late": MOVED,
+    "another_eps_for_vectors": GROUPS,
+    "no_decay_for_vectors": GROUPS,
+    "a_tensor_without_optimizer": GROUPS,
+    "learning_rate_halved_late": GROUPS,
+    "other_betas": GROUPS,
+    "decay_added_to_gradients": "optimizer",
+    "two_updates_periodic": "optimizer steps",
+    "skipped_updates_periodic": LOSS,
+    "moments_in_16_bit": "matrix products",
+    "lost_clipping": "gradient clipping",
+    "fast_products_late": "precision switches",
+    "autocast_to_another_dtype": "matrix products",
+    "operands_in_8_bit": "matrix products",
+    "weights_rounded_late": "matrix products",
+    "merged_micro_batches": "micro batches per step",
+    "no_checkpointing": "activation checkpointing",
+    "checkpoints_half_of_the_layers": "activation checkpointing",
+    "one_rank_drifts_late": "weights after the window",
+    "averaged_weights_late": LOSS,
+    "other_initial_weights": "initial weights",
+}
+CHECKPOINTED = ("no_checkpointing", "checkpoints_half_of_the_layers")
+# Not a mistake in bf16 training, where rounding to bf16 is what the experiment asks for.
+ONLY_FP32 = ("moments_in_16_bit",)
+HONEST = {
+    **{f"adversary.honest:variation={name}": {} for name in honest.VARIATIONS},
+    "ddp": {},
+    "fsdp2": {},
+    "zero:stage=2": {},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small buckets": {"bucket_mb": 0.01},
+    "large buckets": {"bucket_mb": 100.0},
+    "full checkpointing": {"checkpointing": "full"},
+    "selective checkpointing": {"checkpointing": "selective"},
+}
+PRECISIONS = ("fp32", "bf16")
+
+
+def free_ports() -> int:
+    """The first of many ports that are probably free: one that is, in a range that few programs use."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return 20000 + int(probe.getsockname()[1]) % 9000
+
+
+def cases(precision: str, make: Callable[..., RunSpec]) -> dict[str, RunSpec]:
+    common: dict[str, Any] = {
+        "model": "tiny:layers=2,hidden=32",
+        "sequence_length": 16,
+        "micro_batch": 2,
+        "accumulation": 2,
+        "steps": STEPS,
+        "precision": f"{precision}/fp32",
+        "learning_rate": 1e-3,
+        "clip_norm": 0.25,
+        "timeout_s": 60.0,
+        "telemetry_hz": 0.0,
+    }
+    found = {}
+    for name in planted.MISTAKES:
+        how = {"checkpointing": "full"} if name in CHECKPOINTED else {}
+        if precision == "fp32" or name not in ONLY_FP32:
+            found[name] = make(f"adversary.planted:mistake={name}", **common | how)
+    for name in other_data.MISTAKES:
+        found[name] = make("ddp", **common, workload=f"adversary.other_data:mistake={name}")
+    found |= {name: make(name, **common | settings) for name, settings in HONEST.items()}
+    found |= {name: make("ddp", **common | settings) for name, settings in SETTINGS.items()}
+    return found
+
+
+@pytest.fixture(scope="session", params=PRECISIONS)
+def judged(
+    request: pytest.FixtureRequest, make_spec: Callable[..., RunSpec], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, RunSpec], dict[str, Certificate]]:
+    out: Path = tmp_path_factory.mktemp(f"adversary-{request.param}")
+    specs = cases(request.param, make_spec)
+    references = [dataclasses.replace(spec, experiment="test") for spec in references_of(list(specs.values())).values()]
+    port = free_ports()
+    folders = [store.create(out, spec) for spec in references]
+    records = ranks.run_all(out, folders, 1, port)
+    folders = [store.create(out, spec) for spec in specs.values()]
+    records += ranks.run_all(out, folders, 2, port + len(references))
+    broken = [f"{r.spec.run_id}: {r.error}" for r in records if r.status is not Status.OK]
+    assert not broken, broken
+    return specs, certify_all(records)
+
+
+def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
+    specs, certificates = judged
+    expected = {**REFUSED_BY, **dict.fromkeys(other_data.MISTAKES, "data")}
+    wrong = []
+    for name, check in expected.items():
+        if name in specs:
+            certificate = certificates[specs[name].run_id]
+            failed = [c.name for c in certificate.checks if not c.ok]
+            if check not in failed:
+                wrong.append(f"{name}: refused by {failed}, not by {check!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
+    specs, certificates = judged
+    for name in [*HONEST, *SETTINGS]:
+        certificate = certificates[specs[name].run_id]
+        assert certificate.reasons == (), name
+        assert certificate.compared_steps == certificate.steps == STEPS, name
+
+
+def test_there_are_enough_of_both() -> None:
+    assert set(REFUSED_BY) == set(planted.MISTAKES)
+    assert len(REFUSED_BY) + len(other_data.MISTAKES) >= 30
+    assert len(HONEST) + len(SETTINGS) >= 10
