@@ -147,9 +147,10 @@ def audit(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder, first: int)
         with watch.watching() if step in audited else contextlib.nullcontext():
             loop.unrecorded(range(step, step + 1))
         if step in audited:
-            sent = watch.wire.samples(seat.rank, step) if spec.topology.world_size > 1 else []
-            for sample in (*sent, *watch.samples(seat.rank, step)):
-                recorder.add(sample)
+            for operators in watch.samples(seat.rank, step):
+                recorder.add(operators)
+            for collectives in watch.wire.samples(seat.rank, step) if spec.topology.world_size > 1 else ():
+                recorder.add(collectives)
 
 
 @dataclass(frozen=True, slots=True)
