@@ -21,7 +21,7 @@ from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError, UnsupportedError
 from paceline.experiment.choices import Choice
 from paceline.results import store
-from paceline.serving.engines import _replica
+from paceline.serving.engines import _server
 from paceline.serving.engines import deepspeed as engine
 from paceline.serving.engines import transformers as plain_engine
 
@@ -214,7 +214,7 @@ def test_one_that_fails_is_one_sentence_with_its_last_words(
 ) -> None:
     started = "import json, os, sys, time; sys.stdin.readline(); "
     program = program.replace("READY", "print(json.dumps({'port': 9, 'facts': {}}), flush=True)")
-    monkeypatch.setattr(_replica, "COMMAND", (sys.executable, "-c", started + program))
+    monkeypatch.setattr(_server, "COMMAND", (sys.executable, "-c", started + program))
     # Too short a time only for the one that is never ready.
     patience = 0.5 if "sleep" in program else 60.0
     spec = make_spec(

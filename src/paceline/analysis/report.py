@@ -166,7 +166,7 @@ def _health(record: RunRecord, window: Window | None, certificate: Certificate |
         found.append(f"warm-up: {window.warmup.text}")
     if window and window.goodput:
         found.append(window.goodput.text)
-    if certificate and certificate.compared_steps < certificate.steps:
+    if certificate and certificate.valid and certificate.compared_steps < certificate.steps:
         found.append(f"only {certificate.compared_steps} of {certificate.steps} steps could be compared")
     return tuple(found)
 

@@ -204,7 +204,10 @@ class ZeroTrainer:
         from paceline.training.strategies._torch import scales_of
 
         for name, parameter in self.subject.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.chosen.stage == 3):
+            # Small parameters stay gathered between steps. Gathering one again would partition it afterwards, which the
+            # engine does not expect: it would fail in the next backward pass.
+            sharded = self.chosen.stage == 3 and parameter.ds_status.name != "AVAILABLE"
+            with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
                 yield name, parameter.detach()
         yield from scales_of(self.subject)
 

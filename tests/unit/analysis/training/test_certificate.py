@@ -132,15 +132,19 @@ class TestData:
         assert failed(certify(wrong[0], knowing, [good, wrong[1]])) == ["data"]
         assert certify(good, knowing, wrong).valid
 
-    def test_runs_that_disagree_where_the_reference_is_silent_are_both_refused(
+    def test_where_an_old_reference_is_silent_most_runs_decide(
         self, good: RunRecord, reference: RunRecord, make_spec: Builder, make_record: Builder
     ) -> None:
         spoiled = tuple(dataclasses.replace(s, data_digest=s.data_digest + (s.step == 25)) for s in good.steps)
-        wrong, other = dataclasses.replace(good, steps=spoiled), make_record(make_spec("fsdp2"))
-        for run, peer in ((wrong, other), (other, wrong)):
-            found = certify(run, reference, [peer])
-            assert failed(found) == ["data"]
-            assert "the group disagrees on the token ids at step 25" in found.reasons[0]
+        wrong, others = (
+            dataclasses.replace(good, steps=spoiled),
+            [make_record(make_spec("fsdp2", repeat=i)) for i in (0, 1)],
+        )
+        found = certify(wrong, reference, others)
+        assert failed(found) == ["data"]
+        assert "other token ids than most of the group at step 25" in found.reasons[0]
+        assert certify(others[0], reference, [wrong, others[1]]).valid
+        assert failed(certify(others[0], reference, [wrong])) == ["data"], "one against one decides nothing"
 
     def test_padding_counted_as_tokens(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_steps(good, tokens=300), reference, [])
