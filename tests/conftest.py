@@ -26,6 +26,9 @@ from paceline.results.records import Evidence, Outcome, Sample, Status, StepSamp
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests run side by side: threads of several processes would wait for each other's turn on the same cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0
 

@@ -5,7 +5,10 @@ FOLDERS is a file with one run folder per line. Every run has a process group of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -25,13 +28,24 @@ def main(argv: Sequence[str]) -> None:
     from paceline.workloads import pretrain, worker
 
     pretrain.profile_steps = lambda *_: None  # a profile says nothing about equal work
+    worker.probe = functools.cache(worker.probe)
     torch.set_num_threads(1)
     for number, folder in enumerate(Path(argv[1]).read_text().splitlines()):
         os.environ["MASTER_PORT"] = str(int(argv[2]) + number)
         torch.manual_seed(0)
+        if os.environ["RANK"] != "0":
+            wait_for_store(int(os.environ["MASTER_PORT"]))
         worker.main(["worker", folder])
         if dist.is_initialized():  # the run failed
             dist.destroy_process_group()
+
+
+def wait_for_store(port: int) -> None:
+    """Until rank 0 listens: torch would try again only after half a second."""
+    for _ in range(6000):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
 
 
 def run_all(out: Path, folders: Sequence[Path], world_size: int, port: int) -> list[RunRecord]:

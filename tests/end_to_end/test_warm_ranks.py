@@ -18,7 +18,7 @@ from paceline.results.records import RunRecord
 pytestmark = pytest.mark.slow
 
 FORKED, TORCHRUN = "local", "local:warm=false"
-STRATEGIES = ("ddp", "fsdp2", "zero:stage=3")
+STRATEGIES = ("ddp", "zero:stage=3")
 
 
 @pytest.fixture(scope="module")

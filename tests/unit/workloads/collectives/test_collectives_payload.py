@@ -79,7 +79,7 @@ def test_what_arrives_right_is_right(name: str, dtype: str, ranks: int, count: i
 
 
 @pytest.mark.parametrize("dtype", SUMMABLE)
-@pytest.mark.parametrize("ranks", [2, 16, 17, 64, 200])
+@pytest.mark.parametrize("ranks", [2, 17, 130])
 def test_sums_are_exact_in_any_order(dtype: str, ranks: int) -> None:
     parts = sent(OPERATIONS["all_reduce"], dtype, ranks, 4096)
     exact = sum(part.to(torch.int64) for part in parts)
