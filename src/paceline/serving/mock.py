@@ -41,7 +41,8 @@ MODES = {
     "reset": "connection reset after half of the tokens",
     "stall": "no event after half of the tokens, forever",
     "endless": "continues after the requested number of tokens",
-    "untold": "no usage and no [DONE]",
+    "terse": "no usage and no [DONE], only a finish reason",
+    "short": "ends after half of the tokens, as if complete, without a finish reason or [DONE]",
     "tail": "usage in an event after the last token",
     "refuse": "HTTP 429 with Retry-After for every other request",
     "fail": "HTTP 500 for every other request",
@@ -336,6 +337,9 @@ class MockReplica:
             error = http_server.chunk(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n')
             self._put(client, error + http_server.LAST_CHUNK)
             return False
+        if mode == "short" and half:
+            self._put(client, http_server.LAST_CHUNK)
+            return False
         event = (b": alive\n\n" if mode == "comments" else b"") + event_of(stream.chat, words)
         if mode == "split":
             middle = event.find("ü".encode()) + 1 or len(event) // 2
@@ -350,8 +354,12 @@ class MockReplica:
         return False
 
     def _ending(self, stream: Stream) -> bytes:
-        untold = self.latencies.mode == "untold"
-        return http_server.LAST_CHUNK if untold else last_events(stream.sent, stream.prompt_tokens)
+        if self.latencies.mode != "terse":
+            return last_events(stream.sent, stream.prompt_tokens)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"} | (
+            {"delta": {}} if stream.chat else {"text": ""}
+        )
+        return http_server.chunk(http_server.event({"id": "mock", "choices": [choice]})) + http_server.LAST_CHUNK
 
 
 def serve_until_signalled(latencies: Latencies, host: str, port: int, ready: Callable[[int], None]) -> None:

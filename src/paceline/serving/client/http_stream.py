@@ -418,9 +418,20 @@ class Answer:
     prompt_tokens: int | None = None
     reported_tokens: int | None = None
     finish: str | None = None
+    is_done: bool = False
     error: str | None = None
     damaged: int = 0
     events: int = 0
+
+    @property
+    def fault(self) -> str | None:
+        """Why the answer does not count; None if it is whole. A stream that ends well says so, with a finish reason or
+        [DONE]: without either, the server may have stopped in the middle."""
+        if self.damaged:
+            return "malformed"
+        if self.pieces == 0:
+            return "empty"
+        return None if self.is_done or self.finish is not None else "incomplete"
 
 
 def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
@@ -432,6 +443,7 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
     for event in events:
         answer.events += 1
         if event.data == b"[DONE]":
+            answer.is_done = True
             continue
         try:
             text = event.data.decode()

@@ -217,8 +217,8 @@ class OnDemandClient:
         answer = understand(response.events())
         if answer.error is not None:
             raise BrokenResponse("in_stream")
-        if answer.damaged or answer.pieces == 0:
-            raise BrokenResponse("malformed" if answer.damaged else "empty")
+        if answer.fault is not None:
+            raise BrokenResponse(answer.fault)
         return answer
 
 

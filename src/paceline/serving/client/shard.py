@@ -132,10 +132,8 @@ class AnswerParser:
             result.text = self._redact("".join(answer.text))
         if answer.error is not None:
             result.error, result.detail = "in_stream", self._redact(answer.error, DETAIL_BYTES)
-        elif answer.damaged:
-            result.error = "malformed"
-        elif answer.pieces == 0:
-            result.error = "empty"
+        else:
+            result.error = answer.fault
         return True
 
     def _redact(self, text: str, most: int | None = None) -> str:
