@@ -142,6 +142,16 @@ def test_a_run_without_certificate_is_never_ranked(report: Report) -> None:
     assert ("not certified", 3) in [(item.status, len(item.runs)) for item in cells.unranked(bare)]
 
 
+def test_cells_that_are_not_compared_are_neither_sorted_by_speed_nor_a_base(report: Report) -> None:
+    """Ranks that share a GPU give numbers, but no speeds."""
+    apart = dataclasses.replace(report, comparisons=())
+    table = tables.ranking(apart)[0]
+    headings = [column.heading for column in table.columns]
+    names = [row[headings.index("strategy")].text for row in table.rows]
+    assert names == sorted(names)
+    assert {row[headings.index("vs best")].text for row in table.rows} == {"not compared"}
+
+
 def test_notes_stand_under_the_table_with_the_rows_they_concern(report: Report, golden: object) -> None:
     notes = tables.ranking(report)[0].notes
     assert notes == golden

@@ -228,7 +228,7 @@ def _wire(group: Group) -> Filled[Row]:
 def _versus(row: Row, group: Group) -> Cell:
     if len(group.rows) == 1 or group.is_listed:
         return Cell(MISSING)
-    if row.cell == group.rows[0].cell:
+    if row.cell == group.rows[0].cell and row.rank is not None:
         alone = sum(other.rank == row.rank for other in group.rows) == 1
         return Cell("fastest" if alone and row.rank == 1 else "1x", "", "quiet")
     return verdict_cell(row.versus_best) if row.versus_best else Cell("not compared", "", "quiet")

@@ -6,6 +6,7 @@ Ranks follow from comparisons only: a cell ranks below another only by a certifi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,9 @@ def _placed(axes: Mapping[str, Scalar], device_name: str | None) -> dict[str, Sc
 
 def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> Group:
     order = sorted(cells, key=lambda cell: -(cells[cell][THROUGHPUT].value or 0.0))
+    if not any(pair in context.verdicts for pair in itertools.permutations(order, 2)):
+        # Cells that cannot be compared, for example of ranks that shared a GPU, are not sorted by speed either.
+        order.sort(key=lambda cell: describe(cells[cell][THROUGHPUT].axes, ()))
     axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k != "strategy"}
     rows = tuple(
         Row(
