@@ -206,7 +206,7 @@ class ZeroTrainer:
         for name, parameter in self.subject.named_parameters():
             # Small parameters stay gathered between steps. Gathering one again would partition it afterwards, which the
             # engine does not expect: it would fail in the next backward pass.
-            sharded = self.chosen.stage == 3 and parameter.ds_status.name != "AVAILABLE"
+            sharded = self.chosen.stage == 3 and cast(Any, parameter).ds_status.name != "AVAILABLE"
             with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
                 yield name, parameter.detach()
         yield from scales_of(self.subject)
