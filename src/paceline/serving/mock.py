@@ -356,9 +356,8 @@ class MockReplica:
     def _ending(self, stream: Stream) -> bytes:
         if self.latencies.mode != "terse":
             return last_events(stream.sent, stream.prompt_tokens)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"} | (
-            {"delta": {}} if stream.chat else {"text": ""}
-        )
+        choice: dict[str, Any] = {"index": 0, "delta": {}} if stream.chat else {"index": 0, "text": ""}
+        choice["finish_reason"] = "length"
         return http_server.chunk(http_server.event({"id": "mock", "choices": [choice]})) + http_server.LAST_CHUNK
 
 
