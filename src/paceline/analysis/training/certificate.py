@@ -307,7 +307,7 @@ def ranks_agree(run: Observed, standard: Standard) -> Check | None:
 
 
 def norms_agree(run: Observed, standard: Standard) -> Check | None:
-    """The gradient norm is of the reduced gradients, so all ranks have the same."""
+    """All ranks report the same gradient norm, because it is computed from the reduced gradients."""
     if run.spec.topology.world_size == 1:
         return None
     worst, at = 0.0, None
@@ -569,10 +569,8 @@ def parameter_groups(run: Observed, standard: Standard) -> Check | None:
     problems = silent_ranks(run)
     for rank, groups in observed.items():
         for group in groups:
-            unlike = [
-                [k for k, v in wanted.items() if group.get(k, v or None) != v and (k in group or v)]
-                for wanted in allowed
-            ]
+            # Other implementations may lack a switch that is off, such as amsgrad.
+            unlike = [[k for k, v in wanted.items() if group.get(k, None if v else v) != v] for wanted in allowed]
             differing = min(unlike, key=len)
             if differing:
                 since = f" at {group['steps']} steps from step {group['first_step']}"
@@ -596,7 +594,7 @@ def _stepped(observed: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
 
 
 def clipping(run: Observed, standard: Standard) -> Check | None:
-    """On audited steps, the gradients that the optimizer was given have at most the norm of clipping.
+    """On audited steps, the optimizer received gradients whose norm does not exceed `clip_norm`.
 
     Ranks that update all weights each have the whole norm; otherwise the squares of all ranks add up.
     """

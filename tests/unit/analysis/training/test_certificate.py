@@ -397,6 +397,8 @@ class TestObserved:
         assert refused(*parts) == []
         assert refused(parts[0], {**parts[1], "eps": 1e-6}) == ["parameter groups"]
         assert refused(parts[1]) == ["parameter groups"], "a thousand weights were never stepped"
+        without = {k: v for k, v in parts[1].items() if k != "eps"}
+        assert refused(parts[0], without) == ["parameter groups"]
         late = {**parts[0], "lr": 5e-5, "first_step": 7, "steps": 3, "elements": count}
         found = certify(self.seen(good, groups=[*parts, late]), known, [])
         assert "lr 5e-05" in found.reasons[0]
