@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from testbed import replicas
 from testbed.requests import request
 
 from paceline.serving.client import schedule
 from paceline.serving.client.schedule import Assignment, ShardResult, Target
 from paceline.serving.client.shard import Shard
-from paceline.serving.mock import Latencies, MockReplica, serve_until_signalled
+from paceline.serving.mock import Latencies, MockReplica
 
 
 @pytest.fixture
@@ -56,21 +56,14 @@ def send() -> Callable[..., ShardResult]:
 
 
 @pytest.fixture
-def server() -> Iterator[Callable[..., tuple[int, Any]]]:
-    """A replica in a process of its own, that can be killed: its port and its process."""
-    context = multiprocessing.get_context("fork")
-    servers: list[Any] = []
+def server() -> Iterator[Callable[..., int]]:
+    """The port of a replica in a process of its own. dies_after: killed by the request after so many."""
+    servers: list[replicas.Replica] = []
 
-    def make(**law: Any) -> tuple[int, Any]:
-        ports = context.Queue()
-        made = Latencies(**{"ttft_s": 0.01, "itl_s": 0.002, **law})
-        servers.append(
-            context.Process(target=serve_until_signalled, args=(made, "127.0.0.1", 0, ports.put), daemon=True)
-        )
-        servers[-1].start()
-        return ports.get(timeout=60), servers[-1]
+    def make(**law: Any) -> int:
+        servers.append(replicas.start(**{"itl_s": 0.002, **law}))
+        return int(servers[-1].url.rpartition(":")[2])
 
     yield make
-    for process in servers:
-        process.kill()
-        process.join()
+    for each in servers:
+        each.end()
