@@ -64,7 +64,7 @@ def test_percentiles_are_those_of_all_requests_together(ranks: Any) -> None:
     measured = {m["metric"]: m["value"] for m in ranks.report["measurements"] if m["cell"] == record.spec.cell}
     for name, value in (("ttft", _ttft_s), ("latency", _latency_s)):
         whole = [value(request) for request in record.requests]
-        for percent in (50, 99):
+        for percent in (50, 90):
             assert measured[f"{name}_p{percent}_s"] == pytest.approx(np.percentile(whole, percent), rel=1e-9)
 
 

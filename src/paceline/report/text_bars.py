@@ -61,7 +61,7 @@ def tables(report: Report) -> tuple[Table, ...]:
                     Cell(replica_words(replica, trace), died),
                     Cell(strip(replica.in_flight, top)),
                     Cell(f"{max(replica.in_flight, default=0.0):,.0f}"),
-                    *(Cell(format_parts(s, None, None, MS)[0], tone="" if ttft else "quiet") for s in latencies),
+                    *(Cell(format_parts(s, None, None, MS)[0], tone="quiet" if s is None else "") for s in latencies),
                     Cell(f"{replica.answered:,}"),
                     Cell(f"{replica.failed:,}", tone="bad" if replica.failed else ""),
                 )

@@ -52,6 +52,20 @@ def requests_needed(late: int, percentile: float, confidence: float = CONFIDENCE
     return bisect.bisect_left(range(high), True, lo=late + 1, key=is_met)
 
 
+def requests_for(percentile: float, confidence: float = CONFIDENCE) -> int:
+    """The fewest requests from which a percentile (0 to 1) is reported.
+
+    The rule for all percentiles of load tests: n values bound a percentile if one of them is beyond it with confidence
+    0.99. All n are on its near side with probability p^n, so p^n < 0.01. With fewer the largest value itself may be
+    below the percentile, and nothing measured bounds it. This is n(0) of early stopping: a load with enough requests
+    for a verdict about its p99 limit has enough for its p99.
+
+    >>> [requests_for(p) for p in (0.5, 0.9, 0.95, 0.99)]
+    [7, 44, 90, 459]
+    """
+    return requests_needed(0, max(percentile, 1 - percentile), confidence)
+
+
 @cache
 def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENCE) -> int | None:
     """The number of requests that may be late; None if there are too few requests even with none late.

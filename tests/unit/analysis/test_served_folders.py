@@ -24,7 +24,7 @@ from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status
 from paceline.results.served_samples import ClientSample
 
-COUNT = 120
+COUNT = 460
 
 
 def write(out: Path, records: Iterable[RunRecord], started_at: float) -> Path:
@@ -77,10 +77,10 @@ def test_the_gate_fails_on_a_slower_server_and_passes_an_equal_one(folder: Folde
 
 
 def test_the_gate_says_which_latency_it_could_not_see_and_fails(tmp_path: Path, capsys: Any, golden: object) -> None:
-    """50 requests a second and 50 in flight: 200 are too few blocks, and tokens a second stay what was asked for."""
+    """50 requests a second and 50 in flight: 460 are too few blocks, and tokens a second stay what was asked for."""
 
     def scheduled(name: str, ttft_s: float, day: int) -> str:
-        asked = [build_request(n, n / 50, 1.0, first_ns=round((n / 50 + ttft_s) * 1e9)) for n in range(200)]
+        asked = [build_request(n, n / 50, 1.0, first_ns=round((n / 50 + ttft_s) * 1e9)) for n in range(460)]
         spec = build_spec(scenario="constant", concurrency=None, rate_per_s=50.0)
         return str(write(tmp_path / name, [build_record(spec, asked, clients=(client(),))], 1.7e9 + 86400 * day))
 

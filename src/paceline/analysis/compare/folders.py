@@ -24,8 +24,10 @@ from paceline.analysis.statistics.verdict import verdict_of
 from paceline.analysis.training import metrics
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.serving import PERCENTILE
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord, Status
+from paceline.serving import early_stopping
 
 MISSING, NOTHING_FOUND = "missing", "nothing found"
 ACCEPTED = "certified training, valid inference runs, or machine measurements"
@@ -306,6 +308,16 @@ def verdict_among(family: int, found: Ratio, better: str) -> tuple[str, str]:
     return TIE, f"the difference of {effect:.1%} is under {expected}"
 
 
+def _too_few(pair: Pair) -> Iterable[str]:
+    """Tails that are left out because a side has too few requests for them, though enough for the median."""
+    first, second = pair.first.quantities, pair.second.quantities
+    for tail, median in (("ttft_p99_s", "ttft_p50_s"), ("tpot_p99_s", "tpot_p50_s")):
+        rows = [row for metric, row in first if metric == median and (metric, row) in second]
+        if any((tail, row) not in side for row in rows for side in (first, second)):
+            needed = early_stopping.requests_for(PERCENTILE)
+            yield f"not compared: {tail} of {pair.second.label}, which needs {needed} requests on each side"
+
+
 def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterable[str]:
     if pairs and all(pair.same_runs for pair in pairs):
         yield "A and B contain the same runs"
@@ -318,6 +330,7 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
         for name, left in (("A", rows_a - rows_b), ("B", rows_b - rows_a)) if pair.first.spec.serving else ():
             if left:
                 yield f"not compared: {', '.join(sorted(left))} of {pair.second.label}, valid only in {name}"
+        yield from _too_few(pair)
     if undecided := sum(c.verdict is None for c in changes):
         yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
     specs = [runs[0].record.spec for runs in a.values()]

@@ -190,7 +190,7 @@ class FailureClass:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOfRun:
     """One load of a run; name is None if it is the only one. late is None without limits. latencies are median and 99th
-    percentile in seconds over answered requests.
+    percentile in seconds over answered requests, None with too few. few names the percentiles that are missing.
     """
 
     scenario: str
@@ -200,7 +200,8 @@ class LoadOfRun:
     late: int | None
     verdict: str
     reasons: tuple[str, ...]
-    latencies: Mapping[str, tuple[float, float]]
+    latencies: Mapping[str, tuple[float | None, float | None]]
+    few: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:
@@ -230,16 +231,16 @@ class LatencySpread:
     """Distribution of one latency (ttft, tpot or latency) over the answered requests of a load.
 
     `seconds[i]` is the quantile at `shares[i]`. Shares increase and end where a single request is left. Percentiles are
-    over all requests, with bounds if known.
+    over all requests, with bounds if known; None with too few requests.
     """
 
     quantity: str
     n: int
     shares: tuple[float, ...]
     seconds: tuple[float, ...]
-    p50: tuple[float, float | None, float | None]
-    p90: tuple[float, float | None, float | None]
-    p99: tuple[float, float | None, float | None]
+    p50: tuple[float | None, float | None, float | None]
+    p90: tuple[float | None, float | None, float | None]
+    p99: tuple[float | None, float | None, float | None]
     limit_s: float | None = None
 
 

@@ -66,7 +66,7 @@ def spread(
     # A microsecond is finer than any chart.
     seconds = np.quantile(ordered, shares).round(6)
     known = [(low, high) for _, low, high in bounds] or [(None, None)] * len(QUOTED)
-    points = np.percentile(ordered, QUOTED).tolist()
+    points = [latency_bounds.percentile(ordered, percent) for percent in QUOTED]
     p50, p90, p99 = ((value, *each) for value, each in zip(points, known, strict=True))
     return LatencySpread(
         quantity=quantity,

@@ -51,7 +51,7 @@ def value(load: Served, metric: str) -> float | None:
         seconds = load.wall_s()
         return load.output_tokens() / seconds if seconds > 0 else None
     quantity, percent = LATENCIES[metric]
-    return intervals.percentile(np.array([v for r in load.answered if (v := quantity(r)) is not None]), percent)
+    return latency_bounds.percentile([v for r in load.answered if (v := quantity(r)) is not None], percent)
 
 
 def why_unbounded(found: Resampled, metric: str) -> str:

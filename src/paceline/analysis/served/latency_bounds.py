@@ -19,6 +19,7 @@ from paceline.analysis.served.token_times import Gaps, most_in_flight
 from paceline.analysis.statistics.clustered_percentiles import FEWEST_BEYOND, clustered_percentiles
 from paceline.analysis.statistics.intervals import Array, Bounded, Resampled, block_length, bounded, seed_of, unbounded
 from paceline.results.served_samples import RequestSample
+from paceline.serving import early_stopping
 
 # Values of one launch, and the number of the answer of each, in the order of time.
 Timed = tuple[Array, NDArray[np.int64]]
@@ -33,6 +34,27 @@ ROUNDS = 2
 MOST_BLOCKS = 2000
 
 
+def percentile(values: Sequence[float] | Array, percent: float) -> float | None:
+    """A percentile of a load test; None if there are too few values to bound it (`early_stopping.requests_for`).
+
+    >>> percentile([0.1] * 458, 99), percentile([0.1] * 459, 99)
+    (None, 0.1)
+    """
+    if len(values) < early_stopping.requests_for(percent / 100):
+        return None
+    return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
+
+
+def why_missing(percent: float, count: int, what: str = "requests") -> str | None:
+    """Why a percentile of so many values is not reported; None if it is.
+
+    >>> why_missing(99, 60)
+    'p99 needs 459 requests, got 60'
+    """
+    needed = early_stopping.requests_for(percent / 100)
+    return f"p{percent:g} needs {needed:,} {what}, got {count:,}" if count < needed else None
+
+
 def of_gaps(served: Served, gaps: Sequence[Gaps], percents: Sequence[float]) -> list[Bounded]:
     """One estimate per percentile, from the gaps of each launch."""
     return list(map(bounded, _percentiles(served, [(each.seconds, each.answers) for each in gaps], percents, "itl")))
@@ -44,7 +66,7 @@ def of_answers(served: Served, quantity: Quantity, percents: Sequence[float]) ->
 
 
 def estimates(served: Served, quantity: Quantity, percents: Sequence[float]) -> list[Resampled | None]:
-    """The same with their bootstrap draws, so that two loads can be compared; None if no answer has the value."""
+    """The same with their bootstrap draws, so that two loads can be compared; None with too few answers."""
     timed = []
     for launch in served.launches:
         values = np.array([np.nan if (value := quantity(request)) is None else value for request in launch.answered])
@@ -80,7 +102,8 @@ def why_unbounded(launches: int) -> str:
 def _percentiles(
     served: Served, timed: Sequence[Timed], percents: Sequence[float], seed_text: str
 ) -> list[Resampled | None]:
-    """Without draws if the data supports none: one launch with few blocks, or a launch without a value."""
+    """None with too few values for the percentile. Without draws if the data supports none: one launch with few blocks,
+    or a launch without a value."""
     seconds, most = np.concatenate([each for each, _ in timed]), MOST_BLOCKS // len(served.launches)
     if not len(seconds):
         return [None] * len(percents)
@@ -89,8 +112,11 @@ def _percentiles(
         for launch, (values, answers) in zip(served.launches, timed, strict=True)
     ]
     drawn = clustered_percentiles(launches, percents, seed_of(served.cell, served.seed_text, seed_text))
-    values = [float(np.percentile(seconds, percent)) for percent in percents]
-    return [found or unbounded(value, len(launches)) for value, found in zip(values, drawn, strict=True)]
+    values = [percentile(seconds, percent) for percent in percents]
+    return [
+        None if value is None else found or unbounded(value, len(launches))
+        for value, found in zip(values, drawn, strict=True)
+    ]
 
 
 def blocks(answers: NDArray[np.int64], in_flight: int, most: int) -> NDArray[np.int64]:

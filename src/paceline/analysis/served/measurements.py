@@ -89,11 +89,13 @@ def measure(served: Served) -> Iterator[Measurement]:
         count = sum(quantity(request) is not None for request in served.answered)
         note = latency_bounds.why_by_launches(served, quantity)
         for percent, found in zip(PERCENTILES, latency_bounds.of_answers(served, quantity, PERCENTILES), strict=True):
-            yield measurement(served, f"{name}_p{percent}_s", found, n=count, note=note)
+            few = latency_bounds.why_missing(percent, count)
+            yield measurement(served, f"{name}_p{percent}_s", found, n=count, note=few or note)
     gaps = [gaps_between_tokens(launch.answered) for launch in served.launches]
     count = sum(len(each.seconds) for each in gaps)
     for percent, found in zip(PERCENTILES, latency_bounds.of_gaps(served, gaps, PERCENTILES), strict=True):
-        yield measurement(served, f"itl_p{percent}_s", found, n=count)
+        few = latency_bounds.why_missing(percent, count, "gaps between tokens")
+        yield measurement(served, f"itl_p{percent}_s", found, n=count, note=few)
     split = sum(each.split for each in gaps) / count if count else None
     yield measurement(served, "itl_split_ratio", (split, None, None), n=count)
     for name, rate in rates(served, RATES).items():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from paceline.analysis.findings import LoadgenVerdict, Opinion
 from paceline.analysis.findings.served import INVALID, INVALID_CLIENT, VALID
-from paceline.analysis.served import measurements
+from paceline.analysis.served import latency_bounds, measurements
 from paceline.analysis.served.loads import Served
 from paceline.analysis.served.mlperf_rules import label_of
 from paceline.analysis.served.verdicts import verdict_of
@@ -99,5 +97,4 @@ def _ours(whole: Served) -> Opinion:
 
 
 def _p99(requests: Sequence[RequestSample], quantity: Callable[[RequestSample], float | None]) -> float | None:
-    values = [value for request in requests if (value := quantity(request)) is not None]
-    return float(np.percentile(values, 99)) if values else None
+    return latency_bounds.percentile([value for r in requests if (value := quantity(r)) is not None], 99)

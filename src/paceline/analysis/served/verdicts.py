@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from paceline.analysis.findings import Report
 from paceline.analysis.findings.served import (
     CLIENT,
@@ -25,7 +23,7 @@ from paceline.analysis.findings.served import (
     ServedVerdict,
 )
 from paceline.analysis.grouping import grouped
-from paceline.analysis.served import client_share, extrapolation, fleets, mlperf_rules, rate_search
+from paceline.analysis.served import client_share, extrapolation, fleets, latency_bounds, mlperf_rules, rate_search
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import NS, Served, gather, latency_s, tpot_s, ttft_s
 from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE
@@ -146,10 +144,10 @@ def loads_of_run(record: RunRecord) -> list[LoadOfRun]:
 def _load_of_run(served: Served) -> LoadOfRun:
     """Failure classes are in order of frequency, each with the first known detail."""
     verdict, latencies = verdict_of(served), {}
+    missing = (latency_bounds.why_missing(percent, len(served.answered)) for percent in (50, 99))
     for name, quantity in LATENCIES.items():
         if values := [value for request in served.answered if (value := quantity(request)) is not None]:
-            median, tail = np.percentile(values, (50, 99))
-            latencies[name] = (float(median), float(tail))
+            latencies[name] = (latency_bounds.percentile(values, 50), latency_bounds.percentile(values, 99))
     by_class = grouped((r for r in served.requests if r.error is not None), lambda request: str(request.error))
     return LoadOfRun(
         scenario=served.scenario,
@@ -163,6 +161,7 @@ def _load_of_run(served: Served) -> LoadOfRun:
         verdict=verdict.verdict,
         reasons=verdict.reasons,
         latencies=latencies,
+        few=tuple(text for text in missing if text) if served.answered else (),
     )
 
 

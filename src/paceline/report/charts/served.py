@@ -75,9 +75,11 @@ def curve(report: Report) -> Iterator[Chart]:
         rate = f"{load.output_tokens_per_s:,.4g} tokens/s, {load.requests_per_s:,.4g} requests/s"
         spreads = [spread for spread in load.spreads if spread.quantity != LATENCY]
         for spread, name in ((spread, name) for spread in spreads for name in ("p99", "p50")):
+            names = [name for name, known in (("p99", spread.p99), ("p50", spread.p50)) if known[0]]
             value, low, high = spread.p99 if name == "p99" else spread.p50
-            if value <= 0:
-                continue  # an answer that arrived in one read has no time per token to draw on a logarithmic axis
+            # With too few requests; or an answer arrived in one read and has no time to draw on a logarithmic axis.
+            if value is None or value <= 0:
+                continue
             shown, interval = format_parts(value, low, high, MS)
             points.append(
                 Point(
@@ -88,7 +90,7 @@ def curve(report: Report) -> Iterator[Chart]:
                     group=WORDS[spread.quantity],
                     series=series_name(family_words(load, named), name),
                     label=marked(served_words(load, named), load.is_believed),
-                    text=short_load(load.rate_per_s, load.concurrency) if name == "p99" else "",
+                    text=short_load(load.rate_per_s, load.concurrency) if name == names[0] else "",
                     detail=f"{name} {shown} {interval} ms\n{rate}\n{', '.join(counts)}",
                     drawn=JOINED if load.is_believed else RING,
                     cells=(load.cell,),
@@ -179,14 +181,14 @@ def distributions(report: Report) -> Iterator[Chart]:
 def spread_points(
     spread: LatencySpread, group: str, series: str, cell: str, runs: tuple[str, ...], drawn: str = LONE
 ) -> Iterator[Point]:
-    """The curve, and dots at p50, p90 and p99 if there are enough requests for them."""
+    """The curve, and dots at those of p50, p90 and p99 for which there are enough requests."""
     if spread.n < FEWEST_REQUESTS:
         return
     for share, seconds in zip(spread.shares, spread.seconds, strict=True):
         if seconds > 0:
             yield Point(x=100 * share, y=seconds * 1e3, group=group, series=series, drawn=CURVE, cells=(cell,))
     for name, (value, low, high) in (("p50", spread.p50), ("p90", spread.p90), ("p99", spread.p99)):
-        if PERCENTILES[name] <= 100 * spread.shares[-1] and value > 0:
+        if value:
             shown, interval = format_parts(value, low, high, MS)
             yield Point(
                 x=PERCENTILES[name],

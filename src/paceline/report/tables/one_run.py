@@ -72,7 +72,7 @@ def _profile(trace: TraceSample) -> str:
 def served_lines(loads: Sequence[LoadOfRun], replicas: Sequence[ReplicaOfRun]) -> Iterator[str]:
     """Each load of an inference run with its verdict, what failed and why, and each replica."""
 
-    def ms(seconds: float) -> str:
+    def ms(seconds: float | None) -> str:
         return format_parts(seconds, None, None, Scale("ms", 1e3))[0]
 
     for load in loads:
@@ -85,9 +85,12 @@ def served_lines(loads: Sequence[LoadOfRun], replicas: Sequence[ReplicaOfRun]) -
             times = "once" if failure.count == 1 else f"{failure.count:,} times"
             example = f", such as: {failure.detail}" if failure.detail else ""
             yield f"    failed, {failure.name} {times}{example}"
-        if load.latencies:
+        if load.few and not any(value for pair in load.latencies.values() for value in pair):
+            yield f"    no latency percentile: {'; '.join(load.few)}"
+        elif load.latencies:
             latencies = (f"{name} {ms(median)} and {ms(tail)}" for name, (median, tail) in load.latencies.items())
-            yield f"    median and p99 of answered requests, ms: {', '.join(latencies)}"
+            few = f" ({'; '.join(load.few)})" if load.few else ""
+            yield f"    median and p99 of answered requests, ms: {', '.join(latencies)}{few}"
     for each in replicas:
         facts = [f"{each.requests:,} requests", f"{each.failed:,} failed"]
         facts += [f"gone after {each.died_s:.1f} s"] if each.died_s is not None else []

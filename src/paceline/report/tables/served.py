@@ -33,6 +33,8 @@ _COLUMNS: tuple[tuple[str, str, Scale, int], ...] = (
 _LOAD = ("rate_per_s", "concurrency")
 _BESIDE = ("replica", "engine", "api", "data", "partition")
 MOST_REASONS = 6
+# Between what a percentile needs and what it got, in the note of a measurement.
+FEW = ", got "
 NOT_BELIEVED = "Unreliable: {}. The numbers of {} are shown, but excluded from headlines, comparisons and history."
 Key = tuple[str, Scalar]
 Loads = Mapping[Key, Mapping[str, Measurement]]
@@ -75,9 +77,22 @@ def tables(report: Report) -> tuple[Table, ...]:
         (numeric("of client's ceiling, %", 5), of_ceiling),
     )
     first = "Latency counts from when a request was due. TTFT: first token; TPOT: each further one."
-    notes = (first, *_doubted(report, loads), *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
+    doubts = (*_doubted(report, loads), *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
+    notes = (first, *_few(loads), *doubts)
     table = filled("Served model", loads, columns, notes, lambda key: (key[0],))
     return (table,) if table else ()
+
+
+def _few(loads: Loads) -> Iterator[str]:
+    """Which shown percentiles are missing because there were too few requests, and how many they need."""
+    shown = [m for load in loads.values() for name, *_ in _COLUMNS if (m := load.get(name)) and m.value is None and m.n]
+    few = [m for m in shown if m.note and FEW in m.note]
+    counts: dict[str, set[int]] = {}
+    for m in few:
+        counts.setdefault(str(m.note).partition(FEW)[0], set()).add(m.n)
+    for needed, seen in counts.items():
+        fewest, most = min(seen), max(seen)
+        yield f"{needed}; {MISSING} marks loads with {f'{fewest:,}' if fewest == most else f'{fewest:,} to {most:,}'}."
 
 
 def sentence(report: Report) -> str:
@@ -100,15 +115,19 @@ def sentence(report: Report) -> str:
     most = " at most" if len(found) > 1 else ""
     doubt = f"; {verdicts[best].text(1)}" if best in verdicts and verdicts[best].reasons else ""
     parts = [_search_result(m) for m in report.measurements if m.metric == "max_rate_per_s"]
-    parts.append(
-        f"{who} {format_brief(found[best]['output_tokens_per_s'], PLAIN)} tokens/s{most} ({where}), "
-        f"the first token after {format_brief(found[best]['ttft_p50_s'], MS)} ms in the median{doubt}."
-    )
+    rate = format_brief(found[best]["output_tokens_per_s"], PLAIN)
+    parts.append(f"{who} {rate} tokens/s{most} ({where}){_median(found[best])}{doubt}.")
     # Requested loads that the previous sentence excludes.
     if lost := [v for v in report.served if v.fails]:
         many = f"{len(lost)} of {len(report.served)} loads {'is' if len(lost) == 1 else 'are'}"
         parts.append(f"{many} unreliable ({lost[0].text(1)}).")
     return " ".join((*parts, *_further(report, best)))
+
+
+def _median(measured: Mapping[str, Measurement]) -> str:
+    """`, the first token after 12 ms in the median`; empty if there are too few requests."""
+    m = measured["ttft_p50_s"]
+    return "" if m.value is None else f", the first token after {format_brief(m, MS)} ms in the median"
 
 
 def _search_result(m: Measurement) -> str:

@@ -60,9 +60,9 @@ def queued(
     return build_record(build_spec(engine, repeat, concurrency=IN_FLIGHT), asked, started_at=1e6 + seed)
 
 
-def on_schedule(ttft_s: float, seed: int, answers: int = 200, engine: str = ENGINE) -> RunRecord:
+def on_schedule(ttft_s: float, seed: int, answers: int = 460, engine: str = ENGINE) -> RunRecord:
     """50 requests a second, each answered after a second or so, whenever its first token comes: some 50 in flight, so
-    that 200 are two blocks, and as many tokens a second with any TTFT."""
+    that 460 are four blocks, and as many tokens a second with any TTFT."""
     rng = np.random.default_rng(seed)
     asked = []
     for n, noise in enumerate(rng.lognormal(0, 0.05, answers)):

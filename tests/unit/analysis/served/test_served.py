@@ -38,15 +38,27 @@ def by_name(records: list[RunRecord]) -> dict[str, Any]:
 
 
 def test_rates_are_of_what_was_completed() -> None:
-    failed = request(2, error="http_500", first_ns=None, last_ns=None, tokens=None, pieces=0, ended_ns=500 * MS)
-    found = by_name([record([request(0), request(1), failed])])
-    assert found["output_tokens_per_s"].value == pytest.approx(8 / 0.5)
-    assert found["requests_per_s"].value == pytest.approx(2 / 0.5)
-    assert found["prompt_tokens_per_s"].value == pytest.approx(20 / 0.5)
-    assert found["failed_ratio"].value == pytest.approx(1 / 3)
+    failed = request(7, error="http_500", first_ns=None, last_ns=None, tokens=None, pieces=0, ended_ns=500 * MS)
+    found = by_name([record([*map(request, range(7)), failed])])
+    assert found["output_tokens_per_s"].value == pytest.approx(28 / 0.5)
+    assert found["requests_per_s"].value == pytest.approx(7 / 0.5)
+    assert found["prompt_tokens_per_s"].value == pytest.approx(70 / 0.5)
+    assert found["failed_ratio"].value == pytest.approx(1 / 8)
     assert [m.value for name, m in found.items() if name.startswith("goodput")] == [None] * 3
     assert found["ttft_p50_s"].value == pytest.approx(0.102)
-    assert found["itl_p99_s"].value == pytest.approx(0.01)
+    assert found["itl_p50_s"].value == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("percent", "needed"), [(50, 7), (90, 44), (95, 90), (99, 459)])
+def test_a_percentile_is_reported_from_enough_requests_only(percent: int, needed: int) -> None:
+    """The fewest n of which all are below it with a probability under 1 %: percent^n < 0.01."""
+    assert (percent / 100) ** needed < 0.01 <= (percent / 100) ** (needed - 1)
+    for count, value in ((needed - 1, None), (needed, 0.102)):
+        asked = record(map(request, range(count)), scenario="concurrency", concurrency=4)
+        found = by_name([asked])[f"ttft_p{percent}_s"]
+        assert found.value == (None if value is None else pytest.approx(value))
+        assert found.n == count
+        assert found.note == (None if value else f"p{percent} needs {needed} requests, got {count}")
 
 
 def test_gaps_of_few_answers_bound_nothing() -> None:
@@ -64,8 +76,8 @@ def test_goodput_counts_what_kept_every_limit() -> None:
 
 
 def test_launches_are_merged_as_requests_not_as_percentiles() -> None:
-    first = record([request(n, first_ns=(100 + n) * MS) for n in range(10)])
-    second = record([request(n, first_ns=(200 + n) * MS) for n in range(10)], repeat=1)
+    first = record([request(n, first_ns=(100 + n) * MS) for n in range(22)])
+    second = record([request(n, first_ns=(200 + n) * MS) for n in range(22)], repeat=1)
     found = by_name([first, second])
     whole = sorted((r.first_ns or 0) / 1e9 for r in (*first.requests, *second.requests))
     assert found["ttft_p90_s"].value == pytest.approx(float(np.percentile(whole, 90)))
@@ -183,18 +195,18 @@ def test_the_interval_of_a_rate_is_of_launches() -> None:
 
 
 def test_a_chunk_of_two_tokens_is_two_gaps_and_marked() -> None:
-    """Two events of two tokens 20 ms apart: one gap of 20 ms, told as two of 10."""
-    pairs = request(tokens=4, pieces=2, last_ns=122 * MS, token_ns=(20 * MS,))
-    found = by_name([record([pairs])])
+    """Two events of two tokens 20 ms apart: one gap of 20 ms, told as two of 10. Four such answers."""
+    pairs = [request(n, tokens=4, pieces=2, last_ns=122 * MS, token_ns=(20 * MS,)) for n in range(4)]
+    found = by_name([record(pairs)])
     assert found["itl_p50_s"].value == pytest.approx(0.01)
-    assert found["itl_p50_s"].n == 2
+    assert found["itl_p50_s"].n == 8
     assert found["itl_split_ratio"].value == 1.0
     assert by_name([record([request()])])["itl_split_ratio"].value == 0.0
 
 
 def test_reasoning_and_answer_begin_at_times_of_their_own() -> None:
-    thought = request(first_reasoning_ns=62 * MS, token_ns=(40 * MS, 10 * MS, 20 * MS))
-    found = by_name([record([thought])])
+    times = {"first_reasoning_ns": 62 * MS, "token_ns": (40 * MS, 10 * MS, 20 * MS)}
+    found = by_name([record([request(n, **times) for n in range(7)])])
     assert found["ttft_p50_s"].value == pytest.approx(0.062)
     assert found["first_reasoning_p50_s"].value == pytest.approx(0.062)
     assert found["first_answer_p50_s"].value == pytest.approx(0.102)

@@ -56,16 +56,16 @@ def test_nothing_measured_has_no_spread() -> None:
 
 
 def test_launches_of_one_load_are_merged_as_raw_requests() -> None:
-    first = made.asked(40, in_flight=2, seed=1)
-    second = made.asked(60, in_flight=2, seed=2)
+    first = made.asked(200, in_flight=2, seed=1)
+    second = made.asked(260, in_flight=2, seed=2)
     asked: dict[str, Any] = {"scenario": "concurrency", "concurrency": 2}
     (load,) = shapes_of(made.record(first, **asked), made.record(second, repeat=1, **asked)).loads
-    assert load.requests == 100
+    assert load.requests == 460
     assert len(load.runs) == 2
     ttft = load.spreads[0]
     assert ttft.p99[0] == pytest.approx(np.percentile([measurements.ttft_s(r) for r in (*first, *second)], 99))
     walls = [max(r.ended_ns or 0 for r in part) / NS for part in (first, second)]
-    assert load.output_tokens_per_s == pytest.approx(100 * made.TOKENS / sum(walls))
+    assert load.output_tokens_per_s == pytest.approx(460 * made.TOKENS / sum(walls))
 
 
 def test_stages_of_a_sweep_are_loads_of_their_own() -> None:

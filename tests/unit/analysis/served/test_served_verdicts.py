@@ -52,7 +52,7 @@ def test_a_result_that_keeps_its_limits_is_valid() -> None:
 
 
 def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one(golden: object) -> None:
-    found = record(timed(4))
+    found = record(timed(7))
     (outcome,) = found.outcomes
     assert outcome.evidence is not None
     told = replace(outcome.evidence, settings={**outcome.evidence.settings, "shape": "not known"})

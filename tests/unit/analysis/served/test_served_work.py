@@ -21,7 +21,7 @@ from paceline.report.tables import history as over_time
 from paceline.report.tables import served_work as present
 from paceline.results.records import RunRecord
 
-COUNT = 120
+COUNT = 460
 
 
 def wobbling(seconds: float, phase: int = 0) -> Callable[[int, float], float]:
@@ -41,7 +41,7 @@ def only(*records: RunRecord) -> ServedPair:
 
 
 def test_equal_work_is_compared() -> None:
-    """Every eleventh answer takes longest, so that 120 of them tell the 99th percentile too."""
+    """Every eleventh answer takes longest, so that 460 of them tell the 99th percentile too."""
     found = only(run("vllm", 0.1), run("transformers", 0.2, phase=3))
     assert found.equal
     assert {c.metric: c.verdict for c in found.comparisons} == dict.fromkeys(estimates.COMPARED, BETTER)
@@ -136,8 +136,8 @@ def test_other_answers_are_not_compared_and_other_questions_do_not_meet(golden: 
     found = compared([run()], [run(seconds=0.05, tokens=2, phase=3)])
     assert {c.verdict for c in found.changes} == {None}
     assert found.changes[0].reason == golden
-    assert "600" in found.changes[0].reason
-    assert "240" in found.changes[0].reason
+    assert "2,300" in found.changes[0].reason
+    assert "920" in found.changes[0].reason
     longer = build_record(build_spec(max_tokens=64), one_by_one(0.1, COUNT))
     with pytest.raises(RequestError) as caught:
         compared([run("openai:url=http://x")], [longer])
@@ -177,6 +177,17 @@ def test_loads_of_a_sweep_meet_by_their_load() -> None:
     assert any(
         note.startswith("not compared: concurrency 2 of ") and "valid only in A" in note for note in shorter.notes
     )
+
+
+def test_a_tail_of_too_few_requests_is_not_compared_and_said_so() -> None:
+    few = [build_record(build_spec(), one_by_one(0.1, 458), started_at=1e6 + n) for n in range(2)]
+    found = compared([few[0]], [few[1]])
+    assert "ttft_p99_s" not in by_metric(found)
+    assert "ttft_p50_s" in by_metric(found)
+    (note,) = [note for note in found.notes if "ttft_p99_s" in note]
+    assert note.startswith("not compared: ttft_p99_s of ")
+    assert note.endswith("which needs 459 requests on each side")
+    assert not any("ttft_p99_s" in note for note in compared([run()], [run(phase=3)]).notes)
 
 
 # --- over time ---

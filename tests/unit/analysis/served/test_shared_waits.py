@@ -67,7 +67,7 @@ def test_bounds_of_answers_that_share_their_steps_hold_the_truth() -> None:
 def test_launches_of_different_levels_have_bounds_that_hold_them_all(quantity: str) -> None:
     levels = (0.0097, 0.0152, 0.0149)
     rng = np.random.default_rng(3)
-    launches = [batched(rng, 200, repeat=n, level=level) for n, level in enumerate(levels)]
+    launches = [batched(rng, 460, repeat=n, level=level) for n, level in enumerate(levels)]
     alone = [bounds([launch], quantity) for launch in launches]
     for percent, found in bounds(launches, quantity).items():
         each = [one[percent].value for one in alone]
@@ -78,7 +78,7 @@ def test_launches_of_different_levels_have_bounds_that_hold_them_all(quantity: s
 
 @pytest.mark.parametrize("quantity", ["itl", "tpot"])
 def test_one_launch_of_few_blocks_has_no_bounds_rather_than_false_ones(quantity: str) -> None:
-    found = bounds([batched(np.random.default_rng(1), answers=200)], quantity)
+    found = bounds([batched(np.random.default_rng(1), answers=460, in_flight=100)], quantity)
     assert all(m.value is not None for m in found.values())
     assert [(m.low, m.high) for m in found.values()] == [(None, None)] * 3
 

@@ -123,7 +123,7 @@ def test_steps_have_freedom_of_their_own() -> None:
 # --- all due at once ---
 
 
-def queue(repeat: int, answers: int = 120, each_s: float = 0.25, seed: int = 0, wanted: int | None = None) -> RunRecord:
+def queue(repeat: int, answers: int = 460, each_s: float = 0.25, seed: int = 0, wanted: int | None = None) -> RunRecord:
     """Four are answered together, the others wait: the n-th is answered after n / 4 turns, so that waits are a ramp."""
     noise = np.random.default_rng(seed).lognormal(0, 0.02, answers)
     ends, free = [], np.zeros(4)

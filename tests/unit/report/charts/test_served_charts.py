@@ -33,7 +33,7 @@ def served() -> Report:
     limited: dict[str, Any] = {"scenario": "server", "rate_per_s": 25.0, "ttft_limit_s": 0.2, "tpot_limit_s": 0.04}
     slow = [made.client(schedule_lag_p99_ns=2.6e6)]
     records = [
-        *made.closed_loops((1, 4, 16), requests=40),
+        *made.closed_loops((1, 4, 16), requests=48),
         made.record(made.asked(60, TWO), TWO, scenario="offline"),
         made.record(made.asked(150, LOST, rate_per_s=25), LOST, **limited),
         made.sweep((4.0, 32.0), requests=40),
@@ -53,7 +53,7 @@ def test_charts_of_a_served_model_in_reading_order(served: Report) -> None:
 
 def test_a_curve_goes_through_the_loads_of_one_scenario_in_their_order(served: Report) -> None:
     curve = named(served, "served_curve")
-    first = [p for p in curve.points if p.group == "Time to first token" and p.series == "concurrency, p99"]
+    first = [p for p in curve.points if p.group == "Time to first token" and p.series == "concurrency, p50"]
     assert [p.text for p in first] == ["1", "4", "16"]
     assert [p.x for p in first] == sorted(p.x for p in first)  # type: ignore[type-var]
     assert not any("offline" in p.label for p in curve.points)
@@ -67,11 +67,20 @@ def test_one_load_is_no_curve() -> None:
 
 
 def test_percentiles_are_dots_only_where_there_are_requests_for_them(served: Report) -> None:
-    """40 requests say nothing about the 99th percentile: a curve that ends at 97.5 has no dot at 99."""
+    """48 requests say nothing about the 99th percentile: neither a dot nor a point of the curve over throughput."""
     points = [p for p in named(served, "served_distributions").points if p.series == "4 in flight"]
     ttft = [p for p in points if p.group == "Time to first token"]
     assert [p.x for p in ttft if p.drawn == LONE] == [50.0, 90.0]
-    assert max(p.x for p in ttft if p.drawn == CURVE) == pytest.approx(97.5)  # type: ignore[type-var]
+    assert max(p.x for p in ttft if p.drawn == CURVE) == pytest.approx(100 * 47 / 48)  # type: ignore[type-var]
+    assert not any(p.series.endswith("p99") for p in named(served, "served_curve").points)
+
+
+def test_a_tail_of_enough_requests_is_drawn() -> None:
+    report = build(made.closed_loops((2, 4), requests=460), title="enough")
+    first = [p for p in named(report, "served_curve").points if p.group == "Time to first token"]
+    assert [(p.series, p.text) for p in first] == [("p99", "2"), ("p50", ""), ("p99", "4"), ("p50", "")]
+    dots = [p.x for p in named(report, "served_distributions").points if p.drawn == LONE and p.series == "4 in flight"]
+    assert dots == [50.0, 90.0, 99.0] * 3
 
 
 def test_replicas_in_flight_stand_on_each_other(served: Report) -> None:
@@ -123,9 +132,7 @@ def test_replicas_that_were_asked_alone_are_curves_of_their_own() -> None:
     paired: dict[str, Any] = {"scenario": "concurrency", "concurrency": 2, "partition": "paired"}
     report = build([made.record(requests, TWO, stages=stages, **paired)], title="t")
     curve = named(report, "served_curve")
-    assert {p.series for p in curve.points} == {
-        f"concurrency, replica {n} alone, {p}" for n in (0, 1) for p in ("p50", "p99")
-    }
+    assert {p.series for p in curve.points} == {f"concurrency, replica {n} alone, p50" for n in (0, 1)}
     labels = [rule.label for rule in named(report, "served_in_flight").rules]
     assert labels == ["node-a", "node-b"]
 
