@@ -13,7 +13,6 @@ LEAST_DIGITS = 3
 # With thousands of requests an interval is narrower than day-to-day variation.
 MOST_DIGITS = 5
 DIGITS_OF_RATIO = 3
-EQUAL_WITHIN = 0.05  # a ratio whose interval is this close to 1 is called equal
 
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -158,15 +157,6 @@ def ratio_words(ratio: float, low: float, high: float) -> tuple[str, str]:
     return value, f" (95 % interval {start} to {end})" if start != end else ""
 
 
-def is_equal(low: float | None, high: float | None) -> bool:
-    """Whether a ratio is equal to 1 for practical purposes: its whole interval is within 5 % of 1.
-
-    >>> is_equal(0.98, 1.03), is_equal(0.9, 1.03)
-    (True, False)
-    """
-    return low is not None and high is not None and low >= 1 - EQUAL_WITHIN and high <= 1 + EQUAL_WITHIN
-
-
 def direction(metric: str, ratio: float) -> str:
     """The word for a change of a metric by this ratio.
 
@@ -186,27 +176,28 @@ def verdict_text(
     word: str,
     detectable_ratio: float | None = None,
 ) -> tuple[str, str]:
-    """A verdict for people, and its ratio with the interval. verdict is the stored one: better, worse, tie or None.
+    """A verdict for people, and its ratio with the interval. verdict is the stored one: better, worse, equal,
+    inconclusive or None.
 
     >>> verdict_text("worse", 0.793, 0.766, 0.821, "slower")
     ('21 % slower', '0.79x [0.77, 0.82]')
-    >>> verdict_text("tie", 1.004, 0.982, 1.026, "faster")
-    ('equal (within 3 %)', '1.00x [0.98, 1.03]')
-    >>> verdict_text("tie", 0.576, 0.338, 0.977, "slower", 0.45)
+    >>> verdict_text("equal", 1.004, 0.992, 1.016, "faster")
+    ('equal (within 2 %)', '1.00x [0.99, 1.02]')
+    >>> verdict_text("inconclusive", 0.576, 0.338, 0.977, "slower", 0.45)
     ('inconclusive', '0.58x [0.34, 0.98], smallest detectable difference 45 %')
     """
     digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
     number = f"{format_own(ratio, digits)}x {_interval(low, high, digits)}".strip()
     if verdict is None:
         return "no verdict", number
-    if verdict != "tie":
-        percent = abs(ratio - 1) * 100
-        return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}", number
-    if low is not None and high is not None and is_equal(low, high):
-        within = math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
+    if verdict == "equal":
+        within = None if low is None or high is None else math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
         return (f"equal (within {within} %)" if within else "equal"), number
-    detectable = f", smallest detectable difference {detectable_ratio * 100:.2g} %" if detectable_ratio else ""
-    return "inconclusive", f"{number}{detectable}"
+    if verdict == "inconclusive":
+        detectable = f", smallest detectable difference {detectable_ratio * 100:.2g} %" if detectable_ratio else ""
+        return verdict, f"{number}{detectable}"
+    percent = abs(ratio - 1) * 100
+    return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}", number
 
 
 def short_names(series: Sequence[str]) -> dict[str, str]:

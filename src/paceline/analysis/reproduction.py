@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.cells import SPEED_METRICS, comparable_metrics
 from paceline.analysis.compare.comparable import describe
-from paceline.analysis.findings import SHARED_GPU, TIE, Certificate, Measurement
+from paceline.analysis.findings import BETTER, SHARED_GPU, WORSE, Certificate, Measurement
 from paceline.analysis.findings.reproduction import (
     CellReproduction,
     Remeasured,
@@ -24,7 +24,7 @@ from paceline.analysis.findings.reproduction import (
 from paceline.analysis.grouping import grouped
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import ratio_between
-from paceline.analysis.statistics.verdict import SMALLEST_EFFECT, verdict_of
+from paceline.analysis.statistics.verdict import BETWEEN_DAYS, SMALLEST_EFFECT, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate import certify, certify_all, observe
 from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
@@ -33,7 +33,7 @@ from paceline.results.records import RunRecord, Status
 
 # Share of the rows of a sweep that must agree; 95 % intervals promise no more.
 ROWS_WITHIN = 0.95
-# A tie with data that could have missed a difference of 20 % is not an agreement.
+# No verdict from data that could have missed a difference of 20 % is not an agreement.
 MOST_UNSEEN_RATIO = 0.20
 
 
@@ -65,7 +65,7 @@ def side_of(records: Sequence[RunRecord]) -> Side:
 def reproduce(stored: Sequence[RunRecord], replayed: Sequence[RunRecord], origins: Mapping[str, str]) -> Reproduction:
     """One verdict per replayed cell; origins maps each to its stored cell."""
     old, new = side_of(stored), side_of(replayed)
-    return Reproduction(cells=tuple(_cell(old, new, origin, cell) for cell, origin in origins.items()))
+    return Reproduction(cells=tuple(_cell(old, new, origin, cell, len(origins)) for cell, origin in origins.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,11 @@ class Judgement:
     certificate: Certificate | None = None
 
 
-def _cell(old: Side, new: Side, origin: str, cell: str) -> CellReproduction:
+def _cell(old: Side, new: Side, origin: str, cell: str, family: int) -> CellReproduction:
+    """One of `family` cells."""
     before, after = old.records[origin], new.records.get(cell, ())
     judgement = _ended_badly(before, after) or (
-        _trained(old, new, origin, cell) if before[0].spec.is_certified else _measured(old, new, origin, cell)
+        _trained(old, new, origin, cell, family) if before[0].spec.is_certified else _measured(old, new, origin, cell)
     )
     return CellReproduction(
         cell=origin,
@@ -117,7 +118,7 @@ def _ended_badly(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Jud
 # --- training ---
 
 
-def _trained(old: Side, new: Side, origin: str, cell: str) -> Judgement:
+def _trained(old: Side, new: Side, origin: str, cell: str, family: int) -> Judgement:
     a, b = old.cells.get(origin), new.cells.get(cell)
     if a is None:
         return Judgement(ReplayVerdict.UNDECIDED, f"the stored runs are not certified: {_unproved(old, origin)}")
@@ -137,7 +138,7 @@ def _trained(old: Side, new: Side, origin: str, cell: str) -> Judgement:
     if not certificate.valid:
         reason = f"different work than stored: {'; '.join(certificate.reasons)}"
         return Judgement(ReplayVerdict.DIFFERS, reason, (), trajectory, certificate)
-    compared = tuple(_remeasured(metric, a, b) for metric in comparable_metrics((a, b)))
+    compared = tuple(_remeasured(metric, a, b, family) for metric in comparable_metrics((a, b)))
     return Judgement(*_conclude(compared), compared, trajectory, certificate)
 
 
@@ -160,20 +161,23 @@ def _trajectory(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Traj
     return Trajectory(steps=len(ratios), equal_steps=sum(ratio == 0 for ratio in ratios), largest_ratio=worst)
 
 
-def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
+def _remeasured(metric: str, a: Cell, b: Cell, family: int) -> Remeasured:
     under, over = metrics.estimate(a, metric), metrics.estimate(b, metric)
     stored, replayed = (next(m for m in metrics.measure(cell) if m.metric == metric) for cell in (a, b))
     if under is None or over is None:
         return Remeasured(metric=metric, within=None, reason="not measured on both sides")
-    ratio = ratio_between([over.redrawn()], [under])
+    ratio = ratio_between([over], [under])
     plain = over.value / under.value if under.value else None
-    if ratio is None:
+    if ratio is not None and metric in SPEED_METRICS:
+        sides = ([w.record for w in cell.windows] for cell in (a, b))
+        ratio = ratio._replace(common=BETWEEN_DAYS * fingerprint.apart(*sides))
+    if ratio is None or (ratio.launches or 0) < 2:
         within, reason = _without_interval(math.inf if plain is None else plain)
     else:
-        verdict, reason = verdict_of(ratio, BY_NAME[metric].better)
-        within = verdict == TIE
-        if within and ratio.detectable > MOST_UNSEEN_RATIO:
-            missed = f"a difference under {ratio.detectable:.0%}" if ratio.detectable < 1 else "even a factor of two"
+        verdict, reason = verdict_of(ratio, BY_NAME[metric].better, family)
+        within, unseen = verdict not in (BETTER, WORSE), ratio.detectable(family)
+        if within and unseen > MOST_UNSEEN_RATIO:
+            missed = f"a difference under {unseen:.0%}" if unseen < 1 else "even a factor of two"
             within, reason = None, f"too noisy: {missed} would not be detected; use more repeats (--set repeats=5)"
     return Remeasured(
         metric=metric,
@@ -184,7 +188,7 @@ def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
         ratio=ratio.value if ratio else plain,
         low=ratio.low if ratio else None,
         high=ratio.high if ratio else None,
-        detectable_ratio=ratio.detectable if ratio else None,
+        detectable_ratio=ratio.detectable(family) if ratio else None,
     )
 
 

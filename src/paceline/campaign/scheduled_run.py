@@ -32,6 +32,8 @@ from paceline.host.processes import end_with_parent, signal_name
 LOG = "log.txt"
 COMPARISON = "comparison.md"
 POLL_S = 0.2
+# What `paceline compare` exits with if its gate could not have seen the regression asked for.
+TOO_NOISY = 3
 # Time between SIGTERM and SIGKILL for a campaign: it may have jobs to cancel on a cluster.
 PATIENCE_S = 120.0
 OUTCOMES = {0: "ok", 1: "failed", 2: "refused", 130: "interrupted"}
@@ -253,17 +255,18 @@ def _compare(out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasio
         answer = str(json.loads(document.stdout)["answer"])
     sides = f"(A is the run of {before.parent.name}, B this one)"
     gated = schedule.fail_on_regression is not None and document.returncode != 0
+    failure = "inconclusive" if document.returncode == TOO_NOISY else "regression"
     # A comparison that was refused must not count as one without regressions.
     regression = f"{(messages or [answer or 'the comparison failed'])[0].rstrip('.')} {sides}" if gated else None
     compared = next(filter(None, (answer, *messages)), None)
     sentence = result.sentence or regression or (f"{compared.rstrip('.')} {sides}" if compared else None)
     return Result(
-        outcome="regression" if gated and result.outcome == "ok" else result.outcome,
-        exit_code=1 if gated else result.exit_code,
+        outcome=failure if gated and result.outcome == "ok" else result.outcome,
+        exit_code=document.returncode if gated else result.exit_code,
         sentence=sentence,
         report=result.report,
         compared_with=str(before.relative_to(out)),
-        regression=regression,
+        regression=None if failure == "inconclusive" else regression,
     )
 
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_verb, console, print_plain
+from paceline.cli.verbs import OK, SOME_FAILED, TOO_NOISY, Parser, add_verb, console, print_plain
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,8 +48,14 @@ def add_verbs(verbs: Any) -> None:
         "--fail-on-regression",
         type=float,
         metavar="PCT",
-        help="exit with code 1 if B is worse by more than PCT percent over the whole confidence interval, if a cell is "
-        "missing in B, or if B looks worse and no comparison has a verdict",
+        help="exit with code 1 if the verdict on B is worse by more than PCT percent or a cell is missing in B, and "
+        "with code 3 if a regression of PCT percent could not have been seen",
+    )
+    verb.add_argument(
+        "--day-spread",
+        type=float,
+        metavar="PCT",
+        help="standard deviation to assume between launches of different days or nodes (default: 1)",
     )
     verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
     verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
@@ -247,16 +253,22 @@ def show(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     from paceline.analysis.compare import folders
+    from paceline.analysis.statistics.verdict import BETWEEN_DAYS
     from paceline.campaign.run.controller import read_experiment
     from paceline.report import gate
     from paceline.report.exporters.json import plain
     from paceline.report.tables import comparison as table
 
     limit = arguments.fail_on_regression
+    spread = BETWEEN_DAYS
+    if arguments.day_spread is not None:
+        spread = gate.checked_percent(arguments.day_spread, "--day-spread") / 100
     if limit is not None:
         gate.checked_percent(limit)
     (a, skipped_a), (b, skipped_b) = read_experiment(arguments.a), read_experiment(arguments.b)
-    comparison = folders.compare_experiments(a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices)
+    comparison = folders.compare_experiments(
+        a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices, spread
+    )
     regressions = () if limit is None else gate.regressions(comparison, limit)
     skipped, answer = (*skipped_a, *skipped_b), table.sentence(comparison)
     if arguments.format == "json":
@@ -270,28 +282,30 @@ def compare(arguments: argparse.Namespace) -> int:
     if regressions:
         more = f"; and {len(regressions) - 1} more" if len(regressions) > 1 else ""
         print(f"paceline: regression beyond {limit:g} %: {regressions[0].text}{more}", file=sys.stderr)
-    blind = limit is not None and _is_blind(comparison, limit)
-    return SOME_FAILED if regressions or blind or not comparison.changes else OK
+    if regressions or not comparison.changes:
+        return SOME_FAILED
+    return OK if limit is None or _could_catch(comparison, limit) else TOO_NOISY
 
 
-def _is_blind(comparison: Between, limit: float) -> bool:
-    """Print what the gate could not judge; True if no comparison with a verdict could have shown the regression, so
-    that passing would mean nothing."""
+def _could_catch(comparison: Between, limit: float) -> bool:
+    """Print the smallest regression that the gate could have caught; False if it is larger than the limit."""
     from paceline.report import gate
-    from paceline.report.tables.comparison import change_text
 
-    losses, unseen = gate.undecided_losses(comparison, limit), gate.unseen_losses(comparison, limit)
-    if not losses:
-        return False
-    gated = gate.gated(comparison)
-    undecided = sum(c.verdict is None for c in gated)
-    text = f"{undecided} {'comparison has' if undecided == 1 else 'comparisons have'} no verdict"
-    text += f"; the largest change for the worse is {change_text((unseen or losses)[0])}"
-    if unseen:
-        scope = "comparison" if undecided == len(gated) else "latency of this load"
-        text += f"; no {scope} has a verdict, so this fails"
-    print(f"paceline: {text}", file=sys.stderr)
-    return bool(unseen)
+    least = gate.least_visible(comparison)
+    if least is None:
+        return True
+    smallest = gate.catchable(least) * 100
+    where = f"in {least.label}" + (f", {least.row}" if least.row else "")
+    if math.isinf(smallest):
+        text, advice = f"the gate could not have caught any regression {where}", least.reason
+    else:
+        text = f"the gate could have caught a regression of {smallest:.2g} % or more {where}"
+        advice = "use more launches, a quieter machine, or a larger limit"
+    if smallest <= limit:
+        print(f"paceline: {text}", file=sys.stderr)
+        return True
+    print(f"paceline: {text}, which is more than the {limit:g} % asked for: {advice}", file=sys.stderr)
+    return False
 
 
 def history(arguments: argparse.Namespace) -> int:

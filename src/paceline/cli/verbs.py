@@ -17,7 +17,7 @@ from paceline.errors import RequestError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, SOME_FAILED, WRONG_REQUEST, INTERRUPTED = 0, 1, 2, 130
+OK, SOME_FAILED, WRONG_REQUEST, TOO_NOISY, INTERRUPTED = 0, 1, 2, 3, 130
 DEFAULT_OUT = "results"
 # How check results are marked by `doctor` and `cluster check`.
 MARKS = {True: "ok  ", None: "note", False: "BAD "}

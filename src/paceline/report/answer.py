@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from paceline.analysis.findings import WORSE, Comparison, Recommendation, Report
+from paceline.analysis.findings import EQUAL, WORSE, Comparison, Recommendation, Report
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.training import UNDECIDED
+from paceline.analysis.statistics.verdict import EQUAL_WITHIN, ONE_LAUNCH
 from paceline.report.tables import (
     accuracy,
     ceilings,
@@ -27,7 +28,7 @@ from paceline.report.tables import (
 )
 from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes
-from paceline.wording import is_equal, listed, ratio_words
+from paceline.wording import listed, ratio_words
 
 # Sentences of a report about the machine; each is empty if the report has no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
@@ -55,6 +56,7 @@ _ENDS = {
     "not measured": ("left no measured step", "left no measured step"),
 }
 _MOST_NAMED = 4
+MOST_LAUNCHES = 100
 
 
 def headline(report: Report) -> Recommendation | None:
@@ -130,14 +132,26 @@ def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
         for c in report.comparisons
         if c.metric == found.metric and {c.label, c.other_label} <= {*found.choose} and axes in (None, c.axes)
     ]
-    if ties and all(is_equal(c.low, c.high) for c in ties):
+    if ties and all(c.verdict == EQUAL for c in ties):
         within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
         text = f"{names} are equal (within {max(within, 1)} %){where}"
+    elif any(c.launches == 1 for c in ties):
+        text = f"No verdict on {names}{where}: {ONE_LAUNCH}"
     else:
-        largest = max((c.detectable_ratio for c in ties), default=None)
-        detectable = f"; smallest detectable difference {largest * 100:.2g} %" if largest else ""
-        text = f"Inconclusive: {names} cannot be ranked{where}{detectable}"
+        text = f"Inconclusive: {names} cannot be ranked{where}{_undecided(ties)}"
     return f"{text}." if versus is None else f"{text}; {_margin(versus)}."
+
+
+def _undecided(comparisons: Sequence[Comparison]) -> str:
+    """What these comparisons could have shown, and how many launches would decide the least certain of them."""
+    widest = max(comparisons, key=lambda c: c.detectable_ratio, default=None)
+    if widest is None or not widest.detectable_ratio:
+        return ""
+    text = f"; smallest detectable difference {widest.detectable_ratio * 100:.2g} %"
+    effect = max(widest.ratio, 1 / widest.ratio) - 1
+    # The detectable difference falls with the square root of the number of launches.
+    needed = math.ceil((widest.launches or 0) * (widest.detectable_ratio / max(effect, EQUAL_WITHIN)) ** 2)
+    return f"{text}; about {needed} launches of each would decide" if 0 < needed <= MOST_LAUNCHES else text
 
 
 def _margin(versus: Comparison, where: str = "") -> str:
@@ -172,7 +186,9 @@ def _beside(report: Report, found: Recommendation) -> str:
             # A speed limited by heat or a power cap says little about the strategy.
             a, b = c.throttled
             share = f"{a:.0%} of the steps of {spoken(c.label)} and {b:.0%} of those of {spoken(c.other_label)}"
-            return f"GPUs were throttled in {share}: that may {'hide a' if c.is_tie else 'be part of the'} difference."
+            return (
+                f"GPUs were throttled in {share}: that may {'be part of the' if c.is_decided else 'hide a'} difference."
+            )
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
@@ -181,7 +197,7 @@ def _beside(report: Report, found: Recommendation) -> str:
         return _outcome(report, lean)
     if bottleneck := _bottleneck(report, found):
         return bottleneck
-    decided = [c for c in found.because if not c.is_tie and c.metric in _MARGINS]
+    decided = [c for c in found.because if c.is_decided and c.metric in _MARGINS]
     widest = max(decided, key=lambda c: abs(math.log(c.ratio)), default=None)
     return f"{_margin(widest)}." if widest is not None and widest is not found.decisive else ""
 

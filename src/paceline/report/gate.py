@@ -1,53 +1,52 @@
-"""The gate of a build: which changes between two results directories must fail it, and what it could not judge."""
+"""The gate of a build: which changes between two results directories must fail it, and what it could have caught."""
 
 from __future__ import annotations
 
 import math
 
 from paceline.analysis.findings import HIGHER, WORSE, Between, Change, Regression
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served.estimates import LATENCIES
 from paceline.errors import require
 from paceline.report.tables.comparison import change_text
 
 
-def checked_percent(percent: float) -> float:
+def checked_percent(percent: float, where: str = "--fail-on-regression") -> float:
     """The limit of a gate; RequestError if it is not valid."""
-    accepted = "a number of percent from 0 to under 100"
-    require(math.isfinite(percent) and 0 <= percent < 100, "--fail-on-regression", percent, accepted)
+    require(math.isfinite(percent) and 0 <= percent < 100, where, percent, "a number of percent from 0 to under 100")
     return percent
 
 
 def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
-    """Every change for the worse whose whole interval is beyond the limit, and every cell that was lost.
+    """Every change with the verdict worse by more than the limit, and every cell that was lost.
 
     The limit is relative to A: percent of a rate lost, or percent of time or memory added.
     """
-    beyond = [
-        c
-        for c in gated(found)
-        if c.verdict == WORSE
-        and (0.0 if c.low is None or c.high is None else min(_loss(c, c.low), _loss(c, c.high))) > percent / 100
-    ]
+    beyond = [c for c in gated(found) if c.verdict == WORSE and _loss(c) > percent / 100]
     slower = [Regression(cell=c.cell, text=change_text(c)) for c in beyond]
     gone = [Regression(cell=x.cell, text=f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
     return (*slower, *gone)
 
 
-def undecided_losses(found: Between, percent: float) -> tuple[Change, ...]:
-    """Changes for the worse beyond the limit that have no verdict, the largest loss first."""
-    beyond = [c for c in gated(found) if c.verdict is None and _loss(c, c.ratio) > percent / 100]
-    return tuple(sorted(beyond, key=lambda c: -_loss(c, c.ratio)))
+def least_visible(found: Between) -> Change | None:
+    """The change in whose cell, load or row a regression is hardest to see; None if nothing has a speed.
+
+    Each of them counts with its clearest metric: a regression shows there first. The rate of a load with latencies does
+    not count, because scheduled requests arrive at the same rate however late the answers are.
+    """
+    speeds = [c for c in gated(found) if c.metric != "peak_memory_bytes"]
+    clearest = []
+    for changes in grouped(speeds, lambda c: (c.cell, c.row)).values():
+        latencies = [c for c in changes if c.metric in LATENCIES]
+        clearest.append(min(latencies or changes, key=catchable))
+    return max(clearest, key=catchable, default=None)
 
 
-def unseen_losses(found: Between, percent: float) -> tuple[Change, ...]:
-    """Undecided losses that no other verdict could have revealed, so that passing them would mean nothing: all of them
-    if nothing has a verdict, and latencies of a load whose latencies all have no verdict, because the rate of a
-    scheduled load does not depend on how late its answers are."""
-    losses = undecided_losses(found, percent)
-    if all(c.verdict is None for c in gated(found)):
-        return losses
-    seen = {(c.cell, c.row) for c in found.changes if c.metric in LATENCIES and c.verdict is not None}
-    return tuple(c for c in losses if c.metric in LATENCIES and (c.cell, c.row) not in seen)
+def catchable(c: Change) -> float:
+    """The smallest regression, as a fraction, that this comparison shows four times out of five."""
+    if c.low == c.high == 1 or (c.low is None and c.verdict is not None):
+        return 0.0  # the same runs, or equal to the last digit
+    return math.inf if c.detectable_ratio is None else c.detectable_ratio
 
 
 def gated(found: Between) -> list[Change]:
@@ -58,5 +57,5 @@ def gated(found: Between) -> list[Change]:
     return [c for c in found.changes if c.metric != "step_time_s"]
 
 
-def _loss(c: Change, ratio: float) -> float:
-    return 1 - ratio if c.better == HIGHER else ratio - 1
+def _loss(c: Change) -> float:
+    return 1 - c.ratio if c.better == HIGHER else c.ratio - 1

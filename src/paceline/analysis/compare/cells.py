@@ -91,14 +91,20 @@ def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
 
 
 def comparison(
-    metric: str, better: str, sides: tuple[Cell, Cell], names: tuple[str, str], found: Ratio, axes: Mapping[str, Scalar]
+    metric: str,
+    better: str,
+    sides: tuple[Cell, Cell],
+    names: tuple[str, str],
+    found: Ratio,
+    axes: Mapping[str, Scalar],
+    family: int = 1,
 ) -> Comparison:
-    """The comparison of two certified cells; an error if the metric cannot compare them."""
+    """The comparison of two certified cells, one of `family`; an error if the metric cannot compare them."""
     refused = why_not_compared(metric, [side.spec for side in sides])
     if refused:
         raise RequestError(refused)
     ids, runs = (sides[0].id, sides[1].id), sides[0].runs + sides[1].runs
-    judged = judged_ratio(metric, better, ids, names, found, axes=axes, runs=runs)
+    judged = judged_ratio(metric, better, ids, names, found, family=family, axes=axes, runs=runs)
     a, b = (cell.throttled_ratio for cell in sides)
     if metric in UNSLOWED_METRICS or a is None or b is None or abs(a - b) <= THROTTLED_APART:
         return judged
@@ -213,8 +219,11 @@ def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
 def _pairs(group: Group) -> Iterable[Comparison]:
     for metric in comparable_metrics(group.cells):
         known = [(cell, found) for cell in group.cells if (found := metrics.estimate(cell, metric))]
+        among = [found for _, found in known]
+        # All pairs of cells are one family: five equal strategies have ten chances to look different.
+        family = len(known) * (len(known) - 1) // 2
         for (cell, over), (other, under) in itertools.combinations(known, 2):
-            ratio = ratio_between([over], [under])
+            ratio = ratio_between([over], [under], among)
             if ratio is not None:
                 names = group.names[cell.id], group.names[other.id]
-                yield comparison(metric, BY_NAME[metric].better, (cell, other), names, ratio, group.axes)
+                yield comparison(metric, BY_NAME[metric].better, (cell, other), names, ratio, group.axes, family)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.analysis.compare.cells import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.findings import HIGHER, Certificate, Measurement
@@ -172,8 +172,8 @@ def _machine(records: Sequence[RunRecord]) -> Iterator[Quantity]:
         if factor is None or not s.size_bytes:
             metric = "collective_time_s"
         else:
-            inverse = None if time.deviations is None else -time.deviations
-            time = Resampled(s.size_bytes * factor / time.value, inverse, time.freedom, time.launches, True)
+            # A rate has the relative error of its time.
+            time = replace(time, value=s.size_bytes * factor / time.value)
         yield Quantity(metric, *sweep.METRICS[metric], row, time)
     for kernel in () if any(r.shares_gpu for r in records) else ceilings.rows_of(records):
         rate = kernel.rate()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.analysis.compare.cells import title_of
-from paceline.analysis.findings import HIGHER, TIE, LeftOut, RunFinding
+from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, LeftOut, RunFinding
 from paceline.analysis.findings.cell_axes import DEVICE
 from paceline.analysis.findings.compare import (
     ALIASED,
@@ -201,11 +201,6 @@ def _spoken(name: str) -> str:
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 UP_AND_DOWN = {SPEED: (FASTER, SLOWER), MEMORY: (MORE, LESS)}
-# "No effect" needs an interval that excludes anything larger; a wider one is undecided.
-LARGEST_NULL = 0.05
-# Probability that a null effect exceeds the interval and 2.8 widened standard errors: 0.5 % with many launches, 3.5 %
-# with two of each (Student's t with 1 degree of freedom beyond 18.2).
-FALSE_VERDICTS = 0.035
 # Factors that accumulation may compensate to keep the global batch. If none of them varies, it is a setting.
 _SHARES_OF_BATCH = ("micro_batch", "processes", "nodes")
 
@@ -259,7 +254,7 @@ def _outcome(design: Design, cells: Sequence[Cell], tried: Sequence[tuple[RunSpe
     members = {_key(cell.spec, design): cell for cell in cells}
     asked = questions(design, {key: cell.id for key, cell in members.items()})
     by_id = {cell.id: cell for cell in cells}
-    effects = [effect for q in asked if (effect := _effect(q, by_id)) is not None]
+    effects = [effect for q in asked if (effect := _effect(q, by_id, len(asked))) is not None]
     left_out = tuple(_left_out(design, members, tried))
     axes = [cell.axes for cell in cells]
     shared = {name: value for name, value in axes[0].items() if all(a.get(name) == value for a in axes)}
@@ -306,10 +301,11 @@ def _name(key: tuple[Level, ...], design: Design) -> str:
 # --- one effect ---
 
 
-def _effect(question: Question, cells: Mapping[str, Cell]) -> Effect | None:
+def _effect(question: Question, cells: Mapping[str, Cell], family: int) -> Effect | None:
+    """One of `family` effects."""
     ours = [cells[cell] for cell in question.weights]
     speeds = () if any(cell.shared_gpu for cell in ours) else (SPEED,)
-    found = [_response(metric, question, cells) for metric in (*speeds, MEMORY)]
+    found = [_response(metric, question, cells, family) for metric in (*speeds, MEMORY)]
     responses = tuple(response for response in found if response is not None)
     if not responses:
         return None
@@ -325,52 +321,52 @@ def _effect(question: Question, cells: Mapping[str, Cell]) -> Effect | None:
     )
 
 
-def _response(metric: str, question: Question, cells: Mapping[str, Cell]) -> Response | None:
+def _response(metric: str, question: Question, cells: Mapping[str, Cell], family: int) -> Response | None:
     sides = [(metrics.estimate(cells[cell], metric), weight) for cell, weight in question.weights.items()]
     known = [(side, weight) for side, weight in sides if side is not None and side.value > 0]
     if len(known) < len(sides):
         return None
-    found = intervals.contrast(known)
+    among = [side for cell in cells.values() if (side := metrics.estimate(cell, metric)) and side.logarithmic]
+    found = intervals.contrast(known, among)
     ratio = found.value if found else math.prod(side.value**weight for side, weight in known)
     if question.kind == INTERACTION and question.aliases:
         verdict = ALIASED
-    elif found is None:
-        verdict = OPEN
-    elif verdict_of(found, HIGHER)[0] != TIE:
-        verdict = UP_AND_DOWN[metric][0 if found.value > 1 else 1]
     else:
-        verdict = NO_EFFECT if _bound(found) <= LARGEST_NULL else OPEN
+        up, down = UP_AND_DOWN[metric]
+        words = {BETTER: up, WORSE: down, EQUAL: NO_EFFECT, INCONCLUSIVE: OPEN}
+        verdict = OPEN if found is None else words[verdict_of(found, HIGHER, family)[0]]
     return Response(
         metric=metric,
         ratio=ratio,
         low=found.low if found else None,
         high=found.high if found else None,
-        detectable_ratio=found.detectable if found else None,
-        bound_ratio=_bound(found) if found else None,
+        detectable_ratio=found.detectable(family) if found else None,
+        bound_ratio=_bound(found, family) if found else None,
         verdict=verdict,
-        text=_text(question, verdict, found),
+        text=_text(question, verdict, found, family),
     )
 
 
-def _bound(found: Ratio) -> float:
-    """The largest effect that the interval allows, the same for A/B and B/A."""
-    return max(found.high, 1 / found.low) - 1
+def _bound(found: Ratio, family: int) -> float:
+    """The largest effect that the corrected interval allows, the same for A/B and B/A."""
+    low, high = found.interval(family)
+    return max(high, 1 / low) - 1
 
 
-def _text(question: Question, verdict: str, found: Ratio | None) -> str:
+def _text(question: Question, verdict: str, found: Ratio | None, family: int) -> str:
     """The whole finding in one sentence without its full stop."""
     words = f"{question.name}: "
-    if found is None:
-        return f"{words}{verdict}: a single launch has no spread"
+    if found is None or (found.launches or 0) < 2:
+        return f"{words}{verdict}: one launch cannot show how much launches differ"
     span = f"{_signed(found.low)} to {_signed(found.high)}"
     if verdict == ALIASED:
         others = ", ".join(question.aliases)
         return f"{words}{_signed(found.value)} ({span}) together with {others}: the design cannot separate them"
     if verdict == NO_EFFECT:
         kind = "interaction" if question.kind == INTERACTION else "effect"
-        words += f"no {kind}, under {percent_up(_bound(found))} %"
+        words += f"no {kind}, under {percent_up(_bound(found, family))} %"
     elif verdict == OPEN:
-        words += f"undecided, {span}"
+        words += f"{OPEN}, {span}"
     elif question.kind == INTERACTION:
         words += f"interact, {_signed(found.value)} (95 % interval {span}) beyond their separate effects"
     else:
@@ -414,9 +410,8 @@ def _notes(
     if effects:
         n = len(effects)
         yield (
-            f"{n} effects on each metric are judged separately, each at 95 %: about {n * 0.05:.1g} of these intervals "
-            "miss the true value by chance. A verdict also needs 2.8 standard errors: with repeated launches, at most "
-            f"{n * FALSE_VERDICTS:.1g} false ones are expected."
+            f"{n} effects on each metric are judged together: if none of them is real, at most one design in 20 shows "
+            "any. The intervals shown are 95 % each, the verdicts use wider ones."
         )
     if note := intervals.launches_note(min(len(cell.windows) for cell in cells)):
         yield note[0].upper() + note[1:] + "."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from paceline.analysis.findings import Differing
@@ -47,6 +49,23 @@ def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
     evidence = record.evidence
     for group in ("settings", "switches") if evidence else ():
         yield from ((f"{group}.{key}", value) for key, value in getattr(evidence, group).items())
+
+
+def occasions(records: Iterable[RunRecord]) -> frozenset[tuple[str, str]]:
+    """On which days (UTC) and nodes these launches ran: launches of one day and node have their weather in common."""
+    return frozenset(
+        (
+            datetime.fromtimestamp(record.started_at, UTC).date().isoformat(),
+            ", ".join(sorted({str(facts["host"]) for facts in record.machines if facts.get("host")})),
+        )
+        for record in records
+    )
+
+
+def apart(first: Iterable[RunRecord], second: Iterable[RunRecord]) -> float:
+    """Factor on the spread between days and nodes: 0 if both sides ran on the same ones, less the more each had."""
+    ours, theirs = occasions(first), occasions(second)
+    return 0.0 if ours == theirs else math.sqrt(1 / len(ours) + 1 / len(theirs))
 
 
 def _text(value: object) -> str:

@@ -11,16 +11,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 from paceline.analysis.compare import fingerprint
-from paceline.analysis.compare.comparable import ROW, Judged, Quantity, Subject, judge, rate_searched, subject_of
-from paceline.analysis.findings import TIE, Between, Change, Differing, Lost
+from paceline.analysis.compare.comparable import Judged, Quantity, Subject, judge, rate_searched, subject_of
+from paceline.analysis.findings import BETTER, EQUAL, WORSE, Between, Change, Differing, Lost
 from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
-from paceline.analysis.statistics.verdict import verdict_of
+from paceline.analysis.statistics.verdict import BETWEEN_DAYS, verdict_of
 from paceline.analysis.training import metrics
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
@@ -32,7 +31,7 @@ from paceline.serving import early_stopping
 MISSING, NOTHING_FOUND = "missing", "nothing found"
 ACCEPTED = "certified training, valid inference runs, or machine measurements"
 NEAREST_LOOKED_AT = 50
-FAMILY_ERROR = 0.05
+MOST_NAMED = 3
 _UNUSED = ("training", "warmup", "steps")
 
 
@@ -67,9 +66,10 @@ def compare_experiments(
     records_b: Sequence[RunRecord],
     names: tuple[str, str] = ("A", "B"),
     across_devices: bool = False,
+    between_days: float = BETWEEN_DAYS,
 ) -> Between:
     """B over A of every cell in both. Refuses different work and another kind of device, naming the field that
-    differs.
+    differs. between_days is the spread to assume between launches of different days or nodes.
     """
     a, b = judge(records_a), judge(records_b)
     matched = _match(a, b, across_devices)
@@ -93,11 +93,11 @@ def compare_experiments(
     if not met:
         _require_pair(a, b, matched, lost)
     shared = tuple(d for d in met[0].differences if all(d in p.differences for p in met)) if met else ()
-    found = [f for pair in met for f in _quantities(pair)]
+    found = [f for pair in met for f in _quantities(pair, between_days)]
     changes = [_change(f, sum(f.ratio is not None for f in found), shared) for f in found]
 
     def order(c: Change) -> tuple[int, float, str, str]:
-        group = 2 if c.verdict is None else 1 if c.verdict == TIE else 0
+        group = 2 if c.verdict is None else 0 if c.verdict in (BETTER, WORSE) else 1
         return group, -abs(math.log(c.ratio)), c.label, c.metric
 
     rest = [
@@ -116,6 +116,7 @@ def compare_experiments(
         only_first=tuple(runs[0].label for cell, runs in a.items() if cell not in matched),
         only_second=tuple(runs[0].label for cell, runs in b.items() if cell not in matched.values()),
         notes=(*_notes(a, met, changes), *rest),
+        occasions=_occasions_text(met, between_days),
     )
 
 
@@ -229,7 +230,8 @@ def _shown(value: Any) -> str:
 # --- one pair ---
 
 
-def _quantities(pair: Pair) -> Iterable[Found]:
+def _quantities(pair: Pair, between_days: float) -> Iterable[Found]:
+    apart = between_days * fingerprint.apart(pair.first.records, pair.second.records)
     same_memory = pair.first.spec.topology.device == pair.second.spec.topology.device
     for key, first in pair.first.quantities.items():
         second = pair.second.quantities.get(key)
@@ -238,6 +240,9 @@ def _quantities(pair: Pair) -> Iterable[Found]:
             continue
         if min(first.resampled.value, second.resampled.value) > 0:
             ratio, reason = (None, pair.unequal) if pair.unequal else _ratio(first, second)
+            # Allocated memory does not depend on the day.
+            if ratio is not None and apart and first.metric != "peak_memory_bytes":
+                ratio = ratio._replace(common=apart)
             yield Found(pair, first, second, ratio, reason)
 
 
@@ -246,14 +251,13 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     if first.bracket and second.bracket:
         between = rate_search.ratio(second.bracket, first.bracket)
         return between, rate_search.interval_text(first.bracket, second.bracket)
-    if first.subject == ROW and not first.single_launch_suffices and min(launches) < 2:
+    if min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
-        reason = f"launches were not repeated in {once}: iterations of one launch do not show the spread of launches"
-        return None, reason
-    found = ratio_between([second.resampled.redrawn()], [first.resampled])
+        return None, f"launches were not repeated in {once}: one launch cannot show how much launches differ"
+    found = ratio_between([second.resampled], [first.resampled])
     if found is not None:
-        return found, launches_note(min(launches), "answers" if first.single_launch_suffices else "steps") or ""
-    silent = [(name, q) for name, q in zip("AB", (first, second), strict=True) if q.resampled.deviations is None]
+        return found, launches_note(min(launches)) or ""
+    silent = [(name, q) for name, q in zip("AB", (first, second), strict=True) if q.resampled.error is None]
     if not silent:
         return None, "the data supports no interval of a ratio: a resampled side reaches 0"
     reasons = dict.fromkeys(q.unbounded for _, q in silent)
@@ -262,13 +266,14 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
 
 def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
     ratio = f.second.resampled.value / f.first.resampled.value
+    verdict: str | None
     if f.pair.same_runs:
-        verdict, reason = TIE, "both folders contain the same runs"
+        verdict, reason = EQUAL, "both folders contain the same runs"
     elif f.ratio is not None:
-        verdict, reason = verdict_among(family, f.ratio, f.first.better)
+        verdict, reason = verdict_of(f.ratio, f.first.better, family)
         reason = "; ".join(filter(None, (reason, f.reason)))
     elif ratio == 1 and not f.pair.unequal:
-        verdict, reason = TIE, "both are equal to the last digit"
+        verdict, reason = EQUAL, "both are equal to the last digit"
     else:
         verdict, reason = None, f.reason
     return Change(
@@ -284,7 +289,7 @@ def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
         ratio=ratio,
         low=f.ratio.low if f.ratio else None,
         high=f.ratio.high if f.ratio else None,
-        detectable_ratio=f.ratio.detectable if f.ratio else None,
+        detectable_ratio=f.ratio.detectable(family) if f.ratio else None,
         verdict=verdict,
         reason=reason,
         differences=tuple(d for d in f.pair.differences if d not in shared),
@@ -293,19 +298,23 @@ def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
     )
 
 
-def verdict_among(family: int, found: Ratio, better: str) -> tuple[str, str]:
-    """The verdict about one of `family` comparisons, with Bonferroni's correction: at most one in twenty sets of equal
-    things may show any difference.
-
-    It exceeds the detectable effect of a single comparison from ten comparisons on.
-    """
-    verdict, reason = verdict_of(found, better)
-    chance = math.expm1(NormalDist().inv_cdf(1 - FAMILY_ERROR / 2 / family) * found.error)
-    effect = max(found.value, 1 / found.value) - 1
-    if verdict == TIE or effect >= chance:
-        return verdict, reason
-    expected = f"the {chance:.1%} that chance alone shows among {family} comparisons"
-    return TIE, f"the difference of {effect:.1%} is under {expected}"
+def _occasions_text(pairs: Sequence[Pair], between_days: float) -> str | None:
+    """`B ran on another day (2026-11-02, A on 2026-11-01): ...`; None if every cell ran on the same days and nodes."""
+    pairs = [p for p in pairs if not p.same_runs and fingerprint.apart(p.first.records, p.second.records)]
+    if not pairs:
+        return None
+    first, second = (
+        {where for side in sides for where in fingerprint.occasions(side.records)}
+        for sides in ([p.first for p in pairs], [p.second for p in pairs])
+    )
+    parts = []
+    for index, noun in enumerate(("day", "node")):
+        a, b = (sorted({where[index] for where in side if where[index]}) for side in (first, second))
+        if a != b and a and b:
+            shown = (", ".join(names) if len(names) < MOST_NAMED else f"{len(names)} {noun}s" for names in (b, a))
+            parts.append(f"another {noun} ({', A on '.join(shown)})")
+    allowance = f"every interval of a speed allows for {between_days * 100:.2g} % between them"
+    return f"B ran on {' and '.join(parts) or 'other days or nodes'}: {allowance}"
 
 
 def _too_few(pair: Pair) -> Iterable[str]:

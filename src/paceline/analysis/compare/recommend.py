@@ -1,4 +1,4 @@
-"""Winners by category, only if verdicts allow: a cell that no other beats is chosen, and several such cells tie.
+"""Winners by category, only if verdicts allow: every cell that no other beats is chosen.
 
 Every sentence is built from measurements and comparisons of the report. The only built-in knowledge about strategies is
 one caveat about gloo.
@@ -14,6 +14,7 @@ from paceline.analysis.compare.scaling import GLOO
 from paceline.analysis.compare.scaling import METRIC as EFFICIENCY
 from paceline.analysis.findings import (
     BETTER,
+    EQUAL,
     HIGHER,
     WORSE,
     Comparison,
@@ -27,6 +28,7 @@ from paceline.analysis.findings import (
 )
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import launches_note
+from paceline.analysis.statistics.verdict import ONE_LAUNCH
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
@@ -73,7 +75,7 @@ def _recommendation(
     if not pairs or len(pairs) != len(contestants) * (len(contestants) - 1) // 2:
         return None
     beaten = {loser for c in pairs if (loser := _loser(c))}
-    # Best first, by the ratios against one cell; ties are still in some order.
+    # Best first, by the ratios against one cell; equal cells are still in some order.
     anchor = pairs[0].cell
     value = {anchor: 1.0}
     for c in pairs:
@@ -121,14 +123,23 @@ def _loser(c: Comparison) -> str | None:
 
 
 def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], pairs: Sequence[Comparison]) -> str:
-    names = [group.names[cell] for cell in best]
+    leaders = _leaders([group.names[cell] for cell in best], [c for c in pairs if {c.cell, c.other} <= {*best}])
     if not rest:
-        return f"Tie between {listed(names)}: the data shows no significant difference."
+        return f"{leaders}."
     decided = ((c, cell) for cell in best for c in pairs if {c.cell, c.other} == {cell, rest[0]} and _loser(c))
     versus, winner = next(decided)
-    head = f"Tie between {listed(names)}. " if len(best) > 1 else ""
+    head = f"{leaders}. " if len(best) > 1 else ""
     why = _why(group, winner, rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
     return f"{head}{_margin(metric, group.names[winner], group.names[rest[0]], *_ratio_of(versus, winner))}{why}"
+
+
+def _leaders(names: Sequence[str], pairs: Sequence[Comparison]) -> str:
+    """What is known about several cells that no other beats."""
+    if all(c.verdict == EQUAL for c in pairs):
+        return f"{listed(names)} are equal"
+    if any(c.launches == 1 for c in pairs):
+        return f"No verdict on {listed(names)}: {ONE_LAUNCH}"
+    return f"{listed(names)} cannot be ranked: the data is inconclusive"
 
 
 def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
@@ -242,12 +253,13 @@ def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     start = "With one price per GPU hour, cost follows throughput"
     versus = decided.decisive
     if versus is None:
-        return f"{start}: {listed(decided.choose)} also tie here."
+        return f"{start}: {_leaders(decided.choose, decided.because)}."
     winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
     names = {versus.cell: versus.label, versus.other: versus.other_label}
-    tie = f"Tie between {listed(decided.choose)}. " if len(decided.choose) > 1 else ""
+    among = [c for c in decided.because if {c.label, c.other_label} <= {*decided.choose}]
+    leaders = f"{_leaders(decided.choose, among)}. " if len(decided.choose) > 1 else ""
     margin = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
     costs = (leads[cell].usd_per_mtok for cell in (winner, other))
     a, b = (format_parts(m.value, m.low, m.high)[0] for m in costs)
     price = leads[winner].price
-    return f"{start}. {tie}{margin} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."
+    return f"{start}. {leaders}{margin} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."

@@ -15,7 +15,6 @@ from paceline.analysis.findings import (
     HIGHER,
     LOWER,
     SHARED_GPU,
-    TIE,
     Cost,
     Measurement,
     Recommendation,
@@ -195,10 +194,10 @@ def _measurement(
 
 
 def _saving(recommendation: Recommendation) -> Saving | None:
-    """The recommended over the next best, by the comparison that decided it; a tie saves nothing."""
+    """The recommended over the next best, by the comparison that decided it; without a verdict nothing is saved."""
     for c in recommendation.because:
         winner = {c.label: c.other_label, c.other_label: c.label}.get(recommendation.over[0])
-        if winner not in recommendation.choose or c.verdict == TIE:
+        if winner not in recommendation.choose or not c.is_decided:
             continue
         forward = c.verdict == BETTER
         ratio, low, high = (c.ratio, c.low, c.high) if forward else (1 / c.ratio, 1 / c.high, 1 / c.low)

@@ -46,10 +46,11 @@ from paceline.analysis.findings.served import (
 )
 from paceline.analysis.findings.training import (
     BETTER,
+    EQUAL,
     HIGHER,
+    INCONCLUSIVE,
     LOWER,
     SHARED_GPU,
-    TIE,
     WORSE,
     Alternative,
     Bottleneck,

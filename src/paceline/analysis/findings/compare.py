@@ -58,7 +58,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between:
-    """Two folders, compared cell by cell. changes start with the largest decided effect; shared is in all pairs."""
+    """Two folders, compared cell by cell. changes start with the largest decided effect; shared is in all pairs.
+
+    occasions says on which other day or node B ran, and what that adds to every interval; None if on the same.
+    """
 
     first: str
     second: str
@@ -68,6 +71,7 @@ class Between:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    occasions: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,7 @@ class HistorySeries:
 
 FACTOR, COMBINED, INTERACTION = "factor", "combined", "interaction"
 FASTER, SLOWER, MORE, LESS = "speeds up", "slows down", "needs more memory", "needs less memory"
-NO_EFFECT, OPEN, ALIASED = "no effect", "undecided", "aliased"
+NO_EFFECT, OPEN, ALIASED = "no effect", "inconclusive", "aliased"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,7 @@ class Response:
 
     detectable_ratio is the smallest effect that data of this spread can show, bound_ratio the largest that the interval
     allows. Both are None if there were too few launches for a spread. verdict is speeds up, slows down, needs more
-    memory, needs less memory, no effect (none over bound_ratio), undecided, or aliased (the design cannot say which
+    memory, needs less memory, no effect (none over bound_ratio), inconclusive, or aliased (the design cannot say which
     factor causes it). The ratio of an interaction is how much the effect of one factor grows when the other changes
     too.
     """

@@ -148,8 +148,8 @@ class Fleet:
 class PartitionGain:
     """Throughput of the dynamic partition over the static one, for cells that differ in nothing else.
 
-    verdict is about dynamic: better, worse, tie, or UNDECIDED_GAIN if one of them has a single launch (low and high are
-    then None).
+    verdict is about dynamic: better, worse, equal or inconclusive; UNDECIDED_GAIN if one of them has a single launch
+    (low and high are then None).
     """
 
     cell: str
@@ -406,8 +406,8 @@ FASTER, SLOWER = "faster", "slower"
 class PairedRatio:
     """value(replica) / value(other) over the same samples, its 95 % interval, and the smallest detectable effect.
 
-    verdict is about `replica`: faster, slower or tie; None if the work was not equal. reason explains a tie or a
-    missing verdict.
+    verdict is about `replica`: faster, slower, equal or inconclusive; None if the work was not equal. reason explains
+    it.
     """
 
     metric: str

@@ -88,7 +88,7 @@ class RuleOfThumb:
         return self.state_bytes + self.live_bytes + self.activation_bytes
 
 
-BETTER, WORSE, TIE = "better", "worse", "tie"
+BETTER, WORSE, EQUAL, INCONCLUSIVE = "better", "worse", "equal", "inconclusive"
 HIGHER, LOWER = "higher", "lower"
 SHARED_GPU = "shared GPU: not a speed"
 
@@ -157,8 +157,9 @@ class Certificate:
 class Comparison:
     """value(cell) / value(other): a ratio, its 95 % interval, the smallest detectable effect, and the verdict.
 
-    verdict is about `cell`: better, worse or tie; reason explains a tie. For a speed, throttled holds the shares of
-    steps while throttled of `cell` and `other` if they differ enough to matter.
+    verdict is about `cell`: better, worse, equal or inconclusive; it is corrected for the other comparisons of its
+    family, low and high are not. For a speed, throttled holds the shares of steps while throttled of `cell` and `other`
+    if they differ enough to matter. launches is the smaller number of launches of the two.
     """
 
     metric: str
@@ -177,10 +178,11 @@ class Comparison:
     axes: Mapping[str, Scalar]
     runs: tuple[str, ...]
     throttled: tuple[float, float] | None = None
+    launches: int | None = None
 
     @property
-    def is_tie(self) -> bool:
-        return self.verdict == TIE
+    def is_decided(self) -> bool:
+        return self.verdict in (BETTER, WORSE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +212,10 @@ class Recommendation:
 
     @property
     def decisive(self) -> Comparison | None:
-        """The comparison in which a chosen cell beats the best of the others; None if all tie."""
+        """The comparison in which a chosen cell beats the best of the others; None if no verdict separates them."""
         pairs = [{name, other} for other in self.over[:1] for name in self.choose]
         return next(
-            (c for pair in pairs for c in self.because if {c.label, c.other_label} == pair and not c.is_tie), None
+            (c for pair in pairs for c in self.because if {c.label, c.other_label} == pair and c.is_decided), None
         )
 
 

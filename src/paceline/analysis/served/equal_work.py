@@ -106,13 +106,17 @@ def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> 
         (load for load in measurements.reliable_loads(records) if load.replica is None),
         lambda load: (str(sorted((k, str(v)) for k, v in metrics.flat(load.spec).items() if k not in FREE)), load.load),
     )
-    return tuple(_pair(a, b, flags) for group in groups.values() for a, b in itertools.combinations(group, 2))
+    found = []
+    for group in groups.values():
+        pairs = list(itertools.combinations(group, 2))
+        found += [_pair(a, b, flags, len(pairs)) for a, b in pairs]
+    return tuple(found)
 
 
-def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> ServedPair:
+def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]], pairs: int) -> ServedPair:
     results = checks(a.records, b.records)
     names = _name(a.spec, b.spec), _name(b.spec, a.spec)
-    compared = tuple(_comparisons(a, b, names)) if all(check.ok for check in results) else ()
+    compared = tuple(_comparisons(a, b, names, pairs)) if all(check.ok for check in results) else ()
     decided = tuple(c for c in compared if isinstance(c, Comparison))
     raised = [
         f"{name}: replica {replica} {why}"
@@ -140,18 +144,20 @@ def _name(spec: RunSpec, beside: RunSpec) -> str:
     return spec.engine.name if spec.engine.name != beside.engine.name else str(spec.engine)
 
 
-def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Comparison | Undecided]:
+def _comparisons(a: Served, b: Served, names: tuple[str, str], pairs: int) -> Iterator[Comparison | Undecided]:
+    family = pairs * len(metrics_of(a))
     for metric in metrics_of(a):
         over, under = estimates.estimate(a, metric), estimates.estimate(b, metric)
         if over is None or under is None or min(over.value, under.value) <= 0:
             continue
-        ratio = ratio_between([over], [under.redrawn()])
+        ratio = ratio_between([over], [under])
         if ratio is not None:
             cells, runs = (a.cell, b.cell), a.runs + b.runs
-            yield judged_ratio(metric, COMPARED[metric][1], cells, names, ratio, axes=a.axes(), runs=runs)
+            better = COMPARED[metric][1]
+            yield judged_ratio(metric, better, cells, names, ratio, family=family, axes=a.axes(), runs=runs)
             continue
         sides = ((names[0], over), (names[1], under))
-        silent = ((name, estimates.why_unbounded(side, metric)) for name, side in sides if side.deviations is None)
+        silent = ((name, estimates.why_unbounded(side, metric)) for name, side in sides if side.error is None)
         yield Undecided(metric=metric, ratio=over.value / under.value, reason="; ".join(map(": ".join, silent)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from paceline.analysis.findings import BETTER, HIGHER, LOWER, TIE, Differing
+from paceline.analysis.findings import BETTER, HIGHER, LOWER, WORSE, Differing
 from paceline.analysis.findings.served import FASTER, SLOWER, Accuracy, PairedRatio, PairedReplicas
 from paceline.analysis.grouping import grouped
 from paceline.analysis.served import measurements
@@ -42,14 +42,17 @@ def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> 
     flags = {each.cell: each.flags for each in accuracy}
     used = [(record, {s.replica for s in record.stages if s.replica is not None}) for record in records]
     by_cell = grouped((each for each in used if len(each[1]) > 1), lambda each: each[0].spec.cell)
-    return tuple(
-        _compared([record for record, _ in ours], pair, flags.get(cell, {}))
-        for cell, ours in by_cell.items()
-        for pair in itertools.combinations(sorted(set().union(*(replicas for _, replicas in ours))), 2)
-    )
+    found = []
+    for cell, ours in by_cell.items():
+        pairs = list(itertools.combinations(sorted(set().union(*(replicas for _, replicas in ours))), 2))
+        members = [record for record, _ in ours]
+        found += [_compared(members, pair, flags.get(cell, {}), len(pairs)) for pair in pairs]
+    return tuple(found)
 
 
-def _compared(records: Sequence[RunRecord], pair: tuple[int, int], flags: Mapping[int, str]) -> PairedReplicas:
+def _compared(
+    records: Sequence[RunRecord], pair: tuple[int, int], flags: Mapping[int, str], family: int
+) -> PairedReplicas:
     tables, dropped = zip(*(_pairs(record, pair) for record in records), strict=True)
     known = [{s.replica: s for s in record.replicas} for record in records]
     hosts = [next((each[one].host for each in known if one in each), None) for one in pair]
@@ -62,7 +65,7 @@ def _compared(records: Sequence[RunRecord], pair: tuple[int, int], flags: Mappin
         pairs=sum(map(len, tables)),
         dropped=sum(dropped),
         balanced=all(_is_balanced(record.stages, pair) for record in records),
-        ratios=tuple(_ratios([t for t in tables if len(t)], records[0].spec.cell, pair)),
+        ratios=tuple(_ratios([t for t in tables if len(t)], records[0].spec.cell, pair, family)),
         differences=tuple(_differences(records[0], pair)),
         flags=tuple(f"replica {one} {flags[one]}" for one in pair if one in flags),
         runs=tuple(record.spec.run_id for record in records),
@@ -104,7 +107,8 @@ def _is_balanced(stages: Sequence[StageSample], pair: tuple[int, int]) -> bool:
 # --- ratios ---
 
 
-def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int]) -> Iterator[PairedRatio]:
+def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int], family: int) -> Iterator[PairedRatio]:
+    """Ratios of one of `family` pairs of replicas."""
     if not tables:
         return
     draws = intervals.resample_sums(tables, intervals.seed_of(cell, "paired", *map(str, pair)))
@@ -122,6 +126,9 @@ def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int]) -> Iterat
             within, between = (None if sums is None else of(sums) for sums in draws)
             parts = intervals.components(within, between, blocks)
             ratio = intervals.contrast([(intervals.from_components(value, parts, len(tables)), 1)])
+            if ratio is not None and len(tables) == 1:
+                # Both replicas were used in turn: the question is which one is faster in this launch.
+                ratio = ratio._replace(launches=None)
         if not is_equal:
             unequal = f"{int((every[:, TOKENS] != every[:, OTHER_TOKENS]).sum())} of {len(every)} samples"
             counts = f"{ours:,.0f} against {theirs:,.0f} tokens"
@@ -129,15 +136,15 @@ def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int]) -> Iterat
         elif ratio is None:
             reason = f"both answered {len(every)} samples; at least {FEWEST_PAIRS} are needed"
         else:
-            verdict, reason = verdict_of(ratio, better)
-            verdict = {TIE: TIE, BETTER: FASTER}.get(verdict, SLOWER)
+            verdict, reason = verdict_of(ratio, better, family)
+            verdict = {BETTER: FASTER, WORSE: SLOWER}.get(verdict, verdict)
         yield PairedRatio(
             metric=metric,
             unit=unit,
             ratio=value,
             low=ratio.low if ratio else None,
             high=ratio.high if ratio else None,
-            detectable_ratio=ratio.detectable if ratio else None,
+            detectable_ratio=ratio.detectable(family) if ratio else None,
             verdict=verdict,
             reason=reason,
         )

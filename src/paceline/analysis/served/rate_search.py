@@ -16,15 +16,12 @@ import numpy as np
 from paceline.analysis.findings import Measurement
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import Served
-from paceline.analysis.statistics.intervals import DETECTABLE_ERRORS, Bounded, Ratio, student_t
+from paceline.analysis.statistics.intervals import Bounded, Ratio, student_t
 from paceline.experiment.serving import PERCENTILE, STAGED_SCENARIOS
 from paceline.serving import early_stopping
 from paceline.serving.early_stopping import Verdict
 
 METRIC = "max_rate_per_s"
-# How far apart two brackets must be, as a logarithm, if a side has one launch: its bracket says nothing about another
-# launch.
-UNREPEATED = 0.05
 BRACKETED = "the interval spans the rates between one that passed and one that failed"
 
 
@@ -150,17 +147,15 @@ def ratio(over: Bracket, under: Bracket) -> Ratio | None:
     repeated launches, distances to the bounds add up as independent errors do. None if there is no upper bound."""
     if over.high is None or under.low is None:
         return None
-    value, low, high = over.rate / under.rate, 0.0, over.high / under.low
+    launches = min(over.launches, under.launches)
+
+    def joined(*distances: float) -> float:
+        return math.hypot(*distances) if launches > 1 else sum(distances)
+
+    below, above = math.inf, joined(math.log(over.high / over.rate), math.log(under.rate / under.low))
     if over.low is not None and under.high is not None:
-        low = over.low / under.high
-    if min(over.launches, under.launches) > 1:
-        high = value * math.exp(math.hypot(math.log(over.high / over.rate), math.log(under.rate / under.low)))
-        if over.low is not None and under.high is not None:
-            low = value / math.exp(math.hypot(math.log(over.rate / over.low), math.log(under.high / under.rate)))
-    # The interval excludes 1 if its end is nearer to the value than 1 is: that is the smallest detectable effect.
-    smallest = math.log(high / value if value < 1 or not low else value / low)
-    margin = UNREPEATED if min(over.launches, under.launches) < 2 else 0.0
-    return Ratio(value, low, high, (smallest + margin) / DETECTABLE_ERRORS)
+        below = joined(math.log(over.rate / over.low), math.log(under.high / under.rate))
+    return Ratio(over.rate / under.rate, error=0.0, launches=launches, slack=(below, above))
 
 
 def interval_text(first: Bracket, second: Bracket) -> str:
@@ -171,4 +166,4 @@ def interval_text(first: Bracket, second: Bracket) -> str:
         return "no rate passed in a launch of A, so it may be lower"
     if min(first.launches, second.launches) > 1:
         return f"{BRACKETED}, over all launches"
-    return f"{BRACKETED}; launches were not repeated, so these must be {math.expm1(UNREPEATED):.0%} apart"
+    return f"{BRACKETED} in one launch"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -19,43 +21,61 @@ from paceline.experiment.spec import WarmUp
 Array = NDArray[np.float64]
 
 RESAMPLES = 1000
-Z_95 = 1.959964
-# Two-sided 5 % at 80 % power: 1.96 + 0.84.
-DETECTABLE_ERRORS = 2.8
 OUTLIER_Z = 3.5
-
-# Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10).
-_T_975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-_INVERSE_FREEDOM = np.array([0.0, *(1 / f for f in range(30, 0, -1))])
-_T_ASCENDING = np.array([Z_95, *reversed(_T_975)])
+# Two-sided, for one interval; comparisons of a family share it (`Ratio.interval`).
+ERROR = 0.05
 
 
-def student_t(freedom: float) -> float:
-    """97.5 % quantile of Student's t; linear in 1/freedom between table rows, which is exact to 0.002.
+@lru_cache(maxsize=4096)
+def student_t(freedom: float, tail: float = ERROR / 2) -> float:
+    """The value that Student's t exceeds with probability `tail`; freedom need not be whole.
 
-    >>> student_t(1), student_t(math.inf)
-    (12.706, 1.959964)
+    >>> round(student_t(1), 3), round(student_t(10, 0.0025), 3), round(student_t(math.inf), 3)
+    (12.706, 3.581, 1.96)
     """
-    return float(np.interp(1 / freedom, _INVERSE_FREEDOM, _T_ASCENDING))
+    if freedom > 1e5:
+        return NormalDist().inv_cdf(1 - tail)
+
+    def beyond(t: float) -> float:
+        return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) / 2
+
+    low, high = 0.0, 1.0
+    while beyond(high) > tail:
+        low, high = high, 2 * high
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if beyond(middle) > tail else (low, middle)
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (Abramowitz and Stegun 26.5.8)."""
+    if not 0 < x < 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    # Evaluated from its end; it converges after a few times sqrt(max(a, b)) terms.
+    fraction = 1.0
+    for m in range(20 + math.ceil(3 * math.sqrt(max(a, b))), 0, -1):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
+        fraction = 1 + odd / (1 + even / fraction)
+    return math.exp(logarithm) / (a * fraction)
 
 
 # --- bootstrap ---
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Resampled:
-    """A statistic with its bootstrap deviations: of its logarithm if `logarithmic`, else of itself.
+    """A statistic with its standard error: of its logarithm if `logarithmic`, else of itself.
 
-    deviations is the sum over its components, each already scaled (see `from_components`); None if there is only one
-    unit.
+    error is None if there is only one unit, which has no spread.
     """
 
     value: float
-    deviations: Array | None
+    error: float | None
     freedom: float
     launches: int
     logarithmic: bool
@@ -66,22 +86,18 @@ class Resampled:
         >>> unbounded(0.25, launches=3).times(1000).value
         250.0
         """
-        deviations = self.deviations if self.logarithmic or self.deviations is None else self.deviations * factor
-        return Resampled(self.value * factor, deviations, self.freedom, self.launches, self.logarithmic)
-
-    def redrawn(self) -> Resampled:
-        """The other side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
-        return self if self.deviations is None else replace(self, deviations=self.deviations[::-1])
+        error = self.error if self.logarithmic or self.error is None else self.error * factor
+        return replace(self, value=self.value * factor, error=error)
 
     @property
     def interval(self) -> tuple[float, float] | tuple[None, None]:
-        """95 %: percentiles of the deviations, widened by t/1.96 because few units estimate their spread badly."""
-        if self.deviations is None:
+        """95 %, by Student's t, because few units estimate their spread badly."""
+        if self.error is None:
             return None, None
-        low, high = np.percentile(self.deviations, (2.5, 97.5)) * (student_t(self.freedom) / Z_95)
+        half = student_t(self.freedom) * self.error
         if self.logarithmic:
-            return self.value * math.exp(low), self.value * math.exp(high)
-        return self.value + float(low), self.value + float(high)
+            return self.value * math.exp(-half), self.value * math.exp(half)
+        return self.value - half, self.value + half
 
 
 def seed_of(*words: str) -> int:
@@ -184,32 +200,25 @@ class Component(NamedTuple):
 
 
 def components(within: Array | None, between: Array | None, blocks: Sequence[int]) -> list[Component]:
-    """Components of a statistic over launches with so many blocks each: its launches, and its blocks.
-
-    A launch of one block has no spread of its own.
+    """What the spread of a statistic over launches with so many blocks each comes from: its launches if there are
+    several, because their differences include those of their blocks; else the blocks of the only launch.
     """
-    parts = [] if between is None else [Component(between, len(blocks))]
-    return parts if within is None else [*parts, Component(within, sum(blocks), len(blocks))]
+    if between is not None:
+        return [Component(between, len(blocks))]
+    return [] if within is None else [Component(within, sum(blocks), len(blocks))]
 
 
 def from_components(value: float, draws: Sequence[Component], launches: int) -> Resampled:
-    """A statistic whose interval is widened for each kind of draw by its own degrees of freedom.
-
-    Two launches estimate their spread badly, hundreds of blocks in them estimate theirs well. Freedom is
-    Welch-Satterthwaite, as in `contrast`. The differences between launches include those caused by blocks, so both
-    together are rather too wide than too narrow.
-    """
+    """A statistic whose error has the degrees of freedom of each kind of draw (Welch-Satterthwaite)."""
     known = [c for c in draws if c.units > c.groups]
     if not known:
         return unbounded(value, launches)
     logarithmic = value > 0 and all(bool((c.replicates > 0).all()) for c in known)
-    parts = [
-        (np.log(c.replicates) - math.log(value) if logarithmic else c.replicates - value)
-        * math.sqrt(c.units / (c.units - c.groups))
-        for c in known
-    ]
-    freedom = satterthwaite([float(x.var()) for x in parts], [c.units - c.groups for c in known])
-    return Resampled(value, np.sum(parts, axis=0), freedom, launches, logarithmic)
+    # Differences first: the variance of equal numbers would not be exactly 0.
+    parts = [np.log(c.replicates) - math.log(value) if logarithmic else c.replicates - value for c in known]
+    variances = [float(x.var()) * c.units / (c.units - c.groups) for x, c in zip(parts, known, strict=True)]
+    freedom = satterthwaite(variances, [c.units - c.groups for c in known])
+    return Resampled(value, math.sqrt(sum(variances)), freedom, launches, logarithmic)
 
 
 def from_replicates(value: float, replicates: Array, units: int, launches: int) -> Resampled:
@@ -239,52 +248,81 @@ def unbounded(value: float, launches: int) -> Resampled:
 
 
 class Ratio(NamedTuple):
-    """low and high are the 95 % interval; error is the standard error of the logarithm, widened for few launches."""
+    """A ratio of measured values. error is the standard error of its logarithm, with so many degrees of freedom.
+
+    launches is the fewest of a side, None if the question is about this launch alone. common is a known error that all
+    comparisons of a family share, such as that of their days. slack widens the logarithm's interval below and above by
+    what no number of launches removes, such as the distance between two rates that were tried.
+    """
 
     value: float
-    low: float
-    high: float
     error: float
+    freedom: float = math.inf
+    launches: int | None = None
+    common: float = 0.0
+    slack: tuple[float, float] = (0.0, 0.0)
+
+    def interval(self, family: int = 1) -> tuple[float, float]:
+        """95 % for all `family` comparisons together: Bonferroni for their own errors, none for the common one."""
+        below, above = (self._reach(ERROR / 2, family) + slack for slack in self.slack)
+        return self.value * math.exp(-below), self.value * math.exp(above)
+
+    def _reach(self, tail: float, family: int = 1) -> float:
+        return math.hypot(student_t(self.freedom, tail / family) * self.error, student_t(math.inf, tail) * self.common)
 
     @property
-    def detectable(self) -> float:
-        """The smallest effect, as a fraction, that data of this spread shows with 80 % power.
+    def low(self) -> float:
+        return self.interval()[0]
 
-        >>> round(Ratio(1.1, 1.05, 1.15, error=0.02).detectable, 3)
+    @property
+    def high(self) -> float:
+        return self.interval()[1]
+
+    def detectable(self, family: int = 1) -> float:
+        """The smallest true effect, as a fraction, that data of this spread shows four times out of five.
+
+        >>> round(Ratio(1.1, error=0.02).detectable(), 3)
         0.058
         """
-        return math.expm1(DETECTABLE_ERRORS * self.error)
+        reach = self._reach(ERROR / 2, family) + self._reach(0.2) + max(filter(math.isfinite, self.slack))
+        return math.expm1(min(reach, 700.0))
 
 
-def ratio_between(over: Sequence[Resampled], under: Sequence[Resampled]) -> Ratio | None:
-    """product(over) / product(under), every side resampled independently; None if a side has no spread.
+def ratio_between(
+    over: Sequence[Resampled], under: Sequence[Resampled], among: Sequence[Resampled] | None = None
+) -> Ratio | None:
+    """product(over) / product(under) of independent sides; None if a side has no spread. among: see `contrast`.
 
-    >>> fast, slow = (from_replicates(v, v * np.array([0.99, 1.0, 1.01]), 3, 3) for v in (110.0, 100.0))
-    >>> ratio = ratio_between([fast], [slow.redrawn()])
-    >>> round(ratio.value, 2), ratio.low > 1
-    (1.1, True)
+    >>> fast, slow = Resampled(110.0, 0.006, 2, 3, True), Resampled(100.0, 0.006, 2, 3, True)
+    >>> ratio = ratio_between([fast], [slow])
+    >>> round(ratio.value, 2), ratio.low > 1, ratio.freedom
+    (1.1, True, 4)
     """
-    return contrast([*((side, 1) for side in over), *((side, -1) for side in under)])
+    return contrast([*((side, 1.0) for side in over), *((side, -1.0) for side in under)], among)
 
 
-def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
+def contrast(sides: Sequence[tuple[Resampled, float]], among: Sequence[Resampled] | None = None) -> Ratio | None:
     """The product of all values, each to the power of its weight; None if a side has no spread.
 
-    Freedom is Welch-Satterthwaite over the variance of each side's share of the logarithm.
+    Few launches estimate their spread badly, so cells that were measured together (`among`; the sides by default) share
+    it: the variance of a launch is that of its own cell or the mean of all, whichever is larger, and has the degrees of
+    freedom of all. Without repeated launches, each side keeps its own (Welch-Satterthwaite).
     """
-    value = 1.0
-    total: Array = np.zeros(1)
-    variances, freedoms = [], []
-    for side, weight in sides:
-        if side.deviations is None or not side.logarithmic:
-            return None
-        value *= side.value**weight
-        total = total + weight * side.deviations
-        variances.append(weight * weight * float(side.deviations.var()))
-        freedoms.append(side.freedom)
-    widening = student_t(satterthwaite(variances, freedoms)) / Z_95
-    low, high = np.percentile(total, (2.5, 97.5)) * widening
-    return Ratio(value, value * math.exp(low), value * math.exp(high), math.sqrt(sum(variances)) * widening)
+    if any(side.error is None or not side.logarithmic for side, _ in sides):
+        return None
+    fewest = min(side.launches for side, _ in sides)
+    repeated = [s for s in among or [side for side, _ in sides] if s.launches > 1 and s.error is not None]
+    freedom = sum(s.launches - 1 for s in repeated)
+    shared = sum((s.launches - 1) * s.launches * (s.error or 0.0) ** 2 for s in repeated) / max(freedom, 1)
+    least = [shared / side.launches if fewest > 1 else 0.0 for side, _ in sides]
+    errors = [max((side.error or 0.0) ** 2, floor) for (side, _), floor in zip(sides, least, strict=True)]
+    variances = [weight * weight * error for (_, weight), error in zip(sides, errors, strict=True)]
+    return Ratio(
+        value=math.prod(side.value**weight for side, weight in sides),
+        error=math.sqrt(sum(variances)),
+        freedom=freedom if fewest > 1 else satterthwaite(variances, [side.freedom for side, _ in sides]),
+        launches=fewest,
+    )
 
 
 def launches_note(launches: int, of: str = "steps") -> str | None:

@@ -1,33 +1,61 @@
-"""The verdict on a ratio with its interval."""
+"""The one rule for verdicts: ranking, compare, gate, effects, replays and load tests all use `verdict_of`.
+
+The interval of a ratio is corrected for the number of comparisons in its family. If it excludes 1 and the difference is
+at least SMALLEST_EFFECT, the verdict is better or worse; if it lies within EQUAL_WITHIN of 1, equal; everything else,
+and every comparison of single launches, is inconclusive. `benchmarks/error_rates.py` measures how often that is wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Comparison
+from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Comparison
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.errors import Scalar
 
 SMALLEST_EFFECT = 0.01
+EQUAL_WITHIN = 0.02
+FEWEST_LAUNCHES = 3
+ONE_LAUNCH = (
+    "one launch cannot show how much launches differ: no verdict without at least 2 launches of each, better "
+    f"{FEWEST_LAUNCHES} (--set repeats={FEWEST_LAUNCHES})"
+)
+# Standard deviation, as a fraction, that is assumed between days and between nodes: launches of one day do not show it.
+BETWEEN_DAYS = 0.01
 
 
-def verdict_of(ratio: Ratio, better: str) -> tuple[str, str]:
-    """Verdict about the numerator, and the reason. Effects are max(r, 1/r) - 1, so that A/B and B/A agree.
+def verdict_of(ratio: Ratio, better: str, family: int = 1, equal_within: float = EQUAL_WITHIN) -> tuple[str, str]:
+    """Verdict about the numerator, one of `family` comparisons, and the reason.
 
-    >>> verdict_of(Ratio(1.20, 1.15, 1.25, error=0.02), HIGHER)
-    ('better', 'the difference of 20.0% exceeds the smallest detectable one, 5.8%')
-    >>> verdict_of(Ratio(1.02, 0.97, 1.07, error=0.02), HIGHER)
-    ('tie', 'the interval includes 1')
+    Effects are max(r, 1/r) - 1, so that A/B and B/A agree.
+
+    >>> verdict_of(Ratio(1.20, error=0.02, launches=3), HIGHER)
+    ('better', 'a difference of 20.0 %; 95 % interval +15.4 % to +24.8 %')
+    >>> verdict_of(Ratio(1.002, error=0.004, launches=3), HIGHER)
+    ('equal', 'within 2 %; 95 % interval -0.6 % to +1.0 %')
+    >>> verdict_of(Ratio(1.02, error=0.02, launches=3), HIGHER)
+    ('inconclusive', '95 % interval -1.9 % to +6.1 %; four times out of five, 5.8 % would have been shown')
     """
+    if ratio.launches is not None and ratio.launches < 2:
+        return INCONCLUSIVE, ONE_LAUNCH
     effect = max(ratio.value, 1 / ratio.value) - 1
-    if ratio.low <= 1 <= ratio.high:
-        return TIE, "the interval includes 1"
-    if effect < SMALLEST_EFFECT:
-        return TIE, f"the difference of {effect:.2%} is under {SMALLEST_EFFECT:.0%}"
-    if effect < ratio.detectable:
-        return TIE, f"the difference of {effect:.1%} is under the smallest detectable one, {ratio.detectable:.1%}"
-    verdict = BETTER if (ratio.value > 1) == (better == HIGHER) else WORSE
-    return verdict, f"the difference of {effect:.1%} exceeds the smallest detectable one, {ratio.detectable:.1%}"
+    low, high = ratio.interval(family)
+    together = f" for all {family} comparisons together" if family > 1 else ""
+    interval = f"95 % interval {_signed(low)} to {_signed(high)}{together}"
+    if not low <= 1 <= high and effect >= SMALLEST_EFFECT:
+        verdict = BETTER if (ratio.value > 1) == (better == HIGHER) else WORSE
+        return verdict, f"a difference of {effect * 100:.1f} %; {interval}"
+    if 1 / (1 + equal_within) <= low and high <= 1 + equal_within:
+        return EQUAL, f"within {equal_within * 100:.2g} %; {interval}"
+    if not low <= 1 <= high:
+        return INCONCLUSIVE, f"a difference of {effect * 100:.2f} % is under {SMALLEST_EFFECT * 100:.0f} %; {interval}"
+    shown = f"{ratio.detectable(family) * 100:.2g} % would have been shown"
+    return INCONCLUSIVE, f"{interval}; four times out of five, {shown}"
+
+
+def _signed(ratio: float) -> str:
+    """`-1.9 %`; a factor if percent would be unreadable."""
+    return f"{round((ratio - 1) * 100, 1) + 0.0:+.1f} %" if ratio < 10 else f"{ratio:.2g} times"
 
 
 def judged_ratio(
@@ -37,11 +65,12 @@ def judged_ratio(
     names: tuple[str, str],
     ratio: Ratio,
     *,
+    family: int,
     axes: Mapping[str, Scalar],
     runs: tuple[str, ...],
 ) -> Comparison:
-    """The comparison of two cells that are known to have done equal work."""
-    verdict, reason = verdict_of(ratio, better)
+    """The comparison of two cells that are known to have done equal work, one of `family`."""
+    verdict, reason = verdict_of(ratio, better, family)
     return Comparison(
         metric=metric,
         better=better,
@@ -52,10 +81,11 @@ def judged_ratio(
         ratio=ratio.value,
         low=ratio.low,
         high=ratio.high,
-        detectable_ratio=ratio.detectable,
+        detectable_ratio=ratio.detectable(family),
         verdict=verdict,
         reason=reason,
         certified=True,
         axes=axes,
         runs=runs,
+        launches=ratio.launches,
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing, Lost
+from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Between, Change, Differing, Lost
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import THROUGHPUT
-from paceline.wording import direction, format_number, format_parts, is_equal, places, scale_of, verdict_text
+from paceline.wording import direction, format_number, format_parts, places, scale_of, verdict_text
 
 MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
 MOST_ROWS = 30
 MOST_NAMED = 3
 DIGITS_OF_PERCENT = 1
-_TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet", None: "quiet"}
+_TONES = {BETTER: "good", WORSE: "bad"}
 # Words for worse and better.
 _SPEED, _SIZE, _LEVEL = ("slower", "faster"), ("more peak memory", "less peak memory"), ("lower", "higher")
 SERVED = {
@@ -91,6 +91,8 @@ def sentence(found: Between) -> str:
     parts += (_clause(side, len(memory), "cell", words) for side, words in _decided(memory, _SIZE))
     parts += _undecided(memory, "cell", _SIZE)
     parts = parts or ["nothing could be compared"]
+    if found.changes and found.occasions:
+        parts.append(found.occasions)
     if found.changes and found.shared:
         parts.append(f"{differences_text(found.shared, glue=' and ')} differ{'s' if len(found.shared) == 1 else ''}")
     elif found.changes:
@@ -112,9 +114,8 @@ def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> li
     if not changes:
         return []
     parts = [_clause(side, len(changes), noun, word) for side, word in _decided(changes, words)]
-    ties = [c for c in changes if c.verdict == TIE]
-    equal = sum(is_equal(c.low, c.high) or c.ratio == 1 for c in ties)
-    for count, text in ((equal, "B and A are equal in"), (len(ties) - equal, "the difference is inconclusive in")):
+    for verdict, text in ((EQUAL, "B and A are equal in"), (INCONCLUSIVE, "the difference is inconclusive in")):
+        count = sum(c.verdict == verdict for c in changes)
         if count == len(changes):
             parts.append(f"{text} {'the' if count == 1 else f'all {count}'} {_plural(noun, count)}")
         elif count:
@@ -183,7 +184,10 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
 
     def ratio(c: Change) -> Cell:
         word = direction(c.metric, c.ratio)
-        return Cell(*verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio), _TONES[c.verdict])
+        return Cell(
+            *verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio),
+            _TONES.get(c.verdict or "", "quiet"),
+        )
 
     own: tuple[Filled[Change], ...] = ((Column("differs here", prose=True), lambda c: differences_text(c.differences)),)
     columns: tuple[Filled[Change], ...] = (
@@ -200,8 +204,8 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     )
     most = max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))
     left = changes[most:]
-    ties = sum(c.verdict == TIE for c in left)
-    counts = ((ties, "equal or inconclusive"), (len(left) - ties, "without a verdict"))
+    without = sum(c.verdict is None for c in left)
+    counts = ((len(left) - without, "equal or inconclusive"), (without, "without a verdict"))
     note = f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json has all."
     return filled(title, changes[:most], columns, (note,) if left else ())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.analysis.findings import TIE, Report
+from paceline.analysis.findings import EQUAL, INCONCLUSIVE, Report
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
@@ -12,7 +12,7 @@ from paceline.wording import ratio_words, verdict_text
 
 SPEED = "output_tokens_per_s"
 Row = tuple[PairedReplicas, PairedRatio]
-_TONES = {FASTER: "good", SLOWER: "bad", TIE: "quiet", None: "quiet"}
+_TONES = {FASTER: "good", SLOWER: "bad", EQUAL: "quiet", INCONCLUSIVE: "quiet", None: "quiet"}
 METHOD = (
     "The same samples on both, in alternating order, so that a steady drift cancels; intervals are a paired "
     "bootstrap over samples."
@@ -28,8 +28,9 @@ def sentence(report: Report) -> str:
         speed = next((r for r in pair.ratios if r.metric == SPEED), pair.ratios[0])
         ours, theirs = _name(pair.replica, pair.host), _name(pair.other, pair.other_host)
         text = f"{ours} {_verdict(speed)} {theirs} on {pair.pairs:,} samples"
-        if speed.verdict == TIE:
-            verdict, interval = verdict_text(TIE, speed.ratio, speed.low, speed.high, "", speed.detectable_ratio)
+        if speed.verdict in (EQUAL, INCONCLUSIVE):
+            bounds = speed.low, speed.high
+            verdict, interval = verdict_text(speed.verdict, speed.ratio, *bounds, "", speed.detectable_ratio)
             text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict}, {interval}"
         beside = [f"differs: {differences_text(pair.differences)}"] if pair.differences else []
         beside += [f"flagged: {flag}" for flag in pair.flags]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.analysis.findings import BETTER, TIE, WORSE, Comparison, Report
+from paceline.analysis.findings import BETTER, WORSE, Comparison, Report
 from paceline.analysis.findings.served import ServedPair
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
 from paceline.wording import direction, verdict_text
 
-_TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
+_TONES = {BETTER: "good", WORSE: "bad"}
 NOTE = (
     "Engines are compared only if model, data, limits and precision are the same, their token counts agree within 1 % "
     "and their stored answers, if both kept them, begin alike."
@@ -52,4 +52,6 @@ def _rows(pair: ServedPair) -> Iterator[tuple[Cell, ...]]:
 def _ratio(c: Comparison, flagged: bool) -> Cell:
     word = direction(c.metric, c.ratio)
     text, interval = verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
-    return Cell(f"{text}{', flagged' if flagged else ''}", interval, "bad" if flagged else _TONES[c.verdict])
+    return Cell(
+        f"{text}{', flagged' if flagged else ''}", interval, "bad" if flagged else _TONES.get(c.verdict, "quiet")
+    )

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 
 from paceline.analysis.findings import (
     BETTER,
-    TIE,
     WORSE,
     Certificate,
     Comparison,
@@ -52,7 +51,7 @@ from paceline.wording import (
 
 TICK, CROSS = "\u2713", "\u2717"
 NO_ANSWER = "No recommendation: no certified comparison of these runs shows a significant difference."
-_TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
+_TONES = {BETTER: "good", WORSE: "bad"}
 
 
 class Cell(NamedTuple):
@@ -237,7 +236,7 @@ def _versus(row: Row, group: Group) -> Cell:
 def verdict_cell(c: Comparison) -> Cell:
     word = direction(c.metric, c.ratio)
     text, interval = verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
-    return Cell(text, interval, _TONES.get(c.verdict, ""))
+    return Cell(text, interval, _TONES.get(c.verdict, "quiet"))
 
 
 def failures(report: Report) -> Table | None:
@@ -258,7 +257,7 @@ def winners(report: Report) -> Table | None:
     def because(r: Recommendation) -> str:
         """The first sentence; if several lead, also the next, which says whom they beat."""
         first, rest = first_sentence(r.text)
-        return f"{first} {first_sentence(rest)[0]}" if first.startswith("Tie") and rest else first
+        return f"{first} {first_sentence(rest)[0]}" if len(r.choose) > 1 and rest else first
 
     columns: tuple[Filled[Recommendation], ...] = (
         (Column("category"), lambda r: r.category),

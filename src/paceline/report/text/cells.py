@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
+from paceline.analysis.findings import BETTER, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
 from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, distinguishing_axes
 from paceline.errors import Scalar
 
@@ -19,7 +19,7 @@ THROUGHPUT = "tokens_per_s"
 WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
 SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
-_OPPOSITE = {BETTER: WORSE, WORSE: BETTER, TIE: TIE}
+_OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
 DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
 
@@ -121,7 +121,7 @@ def turned(c: Comparison) -> Comparison:
         ratio=1 / c.ratio,
         low=1 / c.high,
         high=1 / c.low,
-        verdict=_OPPOSITE[c.verdict],
+        verdict=_OPPOSITE.get(c.verdict, c.verdict),
         throttled=c.throttled and c.throttled[::-1],
     )
 
