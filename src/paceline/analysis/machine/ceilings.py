@@ -63,13 +63,11 @@ class Row:
         values = [float(np.median([np.median(x) for x in ranks])) for ranks in launches]
         value = self.work / float(np.mean(values))
         rng = np.random.default_rng(intervals.seed_of(*self.key))
-        within = self.work / np.mean([_medians(ranks, rng) for ranks in launches], axis=0)
-        between = None
-        if len(launches) > 1:
-            drawn = intervals.redrawn_sums(np.array(values)[:, None], rng, RESAMPLES)[:, 0]
-            between = self.work * len(launches) / drawn
-        blocks = [min(intervals.block_count(len(x)) for x in ranks) for ranks in launches]
-        return intervals.from_components(value, intervals.components(within, between, blocks), len(launches))
+        if len(launches) == 1:
+            blocks = min(intervals.block_count(len(x)) for x in launches[0])
+            return intervals.from_replicates(value, self.work / _medians(launches[0], rng), blocks, 1)
+        drawn = intervals.redrawn_sums(np.array(values)[:, None], rng, RESAMPLES)[:, 0] / len(launches)
+        return intervals.from_replicates(value, self.work / drawn, len(launches), len(launches))
 
 
 def _medians(ranks: Sequence[Array], rng: np.random.Generator) -> Array:

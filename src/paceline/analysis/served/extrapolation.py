@@ -125,15 +125,18 @@ def _time(launches: Sequence[Portion], times: float, cell: str) -> Resampled:
         return np.asarray((sums[..., 4] + (times - 1) * sums[..., 5] * each / rate) / len(launches))
 
     whole = totals.sum(axis=0)
-    seeds = seed_of(cell, "tokens"), seed_of(cell, "steady")
-    drawn = [intervals.resample_sums(rows, seed).within for rows, seed in zip((tokens, slices), seeds, strict=True)]
-    within = np.column_stack((*drawn, np.tile(whole[4:], (len(drawn[0]), 1))))
-    # All columns of a launch together: a slow launch was slow in each of them.
-    rng = np.random.default_rng(seed_of(cell, "launches"))
-    between = intervals.redrawn_sums(totals, rng) if len(launches) > 1 else None
+    if len(launches) > 1:
+        # All columns of a launch together: a slow launch was slow in each of them.
+        drawn = intervals.redrawn_sums(totals, np.random.default_rng(seed_of(cell, "launches")))
+        units = len(launches)
+    else:
+        parts = (
+            intervals.resample_sums(x, seed_of(cell, name)) for x, name in ((tokens, "tokens"), (slices, "steady"))
+        )
+        drawn = np.column_stack((*parts, np.tile(whole[4:], (intervals.RESAMPLES, 1))))
+        units = intervals.block_count(SLICES)
     with np.errstate(divide="ignore", invalid="ignore"):
-        value, blocks = float(time(whole)), [intervals.block_count(SLICES)] * len(launches)
-        parts = intervals.components(time(within), None if between is None else time(between), blocks)
-    if not all(np.isfinite(component.replicates).all() for component in parts):
+        value, again = float(time(whole)), time(drawn)
+    if not np.isfinite(again).all():
         return intervals.unbounded(value, len(launches))
-    return intervals.from_components(value, parts, len(launches))
+    return intervals.from_replicates(value, again, units, len(launches))

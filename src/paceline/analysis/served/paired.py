@@ -112,7 +112,7 @@ def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int], family: i
     if not tables:
         return
     draws = intervals.resample_sums(tables, intervals.seed_of(cell, "paired", *map(str, pair)))
-    every, blocks = np.concatenate(tables), [intervals.block_count(len(table)) for table in tables]
+    every = np.concatenate(tables)
     total = np.sum([table.sum(axis=0) for table in tables], axis=0)
     # Answers of different lengths are different work: a replica that stops early is not fast.
     ours, theirs = (sum(float(table[:, column].sum()) for table in tables) for column in (TOKENS, OTHER_TOKENS))
@@ -123,9 +123,8 @@ def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int], family: i
     ):
         value, ratio, verdict = float(of(total)), None, None
         if len(every) >= FEWEST_PAIRS:
-            within, between = (None if sums is None else of(sums) for sums in draws)
-            parts = intervals.components(within, between, blocks)
-            ratio = intervals.contrast([(intervals.from_components(value, parts, len(tables)), 1)])
+            drawn = intervals.from_replicates(value, of(draws), intervals.unit_count(tables), len(tables))
+            ratio = intervals.contrast([(drawn, 1)])
             if ratio is not None and len(tables) == 1:
                 # Both replicas were used in turn: the question is which one is faster in this launch.
                 ratio = ratio._replace(launches=None)

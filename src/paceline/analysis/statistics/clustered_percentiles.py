@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.statistics.intervals import RESAMPLES, Array, Resampled, components, from_components
+from paceline.analysis.statistics.intervals import RESAMPLES, Array, Resampled, from_replicates
 
 # With fewer values beyond it, a percentile depends on single values, and resampling them shows nothing.
 FEWEST_BEYOND = 5
@@ -23,8 +23,8 @@ def clustered_percentiles(
 ) -> list[Resampled | None]:
     """numpy's percentiles of all values together, with resampled deviations.
 
-    Each launch is its values and the cluster number of each value. Clusters are drawn within each launch, and launches
-    if there are several: values of one cluster may be correlated, clusters must not be. None unless every launch has
+    Each launch is its values and the cluster number of each value. Launches are drawn if there are several, else
+    clusters: values of one cluster may be correlated, clusters must not be. None unless every launch has
     values and FEWEST_BEYOND clusters (one launch) or values (several launches) lie beyond the percentile on either
     side. Deviations are of values rounded up to one of about MOST_STEPS quantiles, half of them in the upper tenth.
 
@@ -46,12 +46,12 @@ def clustered_percentiles(
     steps, step_of = _steps(ascending)
     counts = np.bincount(own * len(steps) + step_of, minlength=sum(sizes) * len(steps)).reshape(sum(sizes), -1)
     rng = np.random.default_rng(seed)
-    draws = [np.concatenate([rng.multinomial(n, np.full(n, 1 / n), size=resamples) for n in sizes], axis=1)]
+    units = len(sizes) if len(sizes) > 1 else sizes[0]
+    draws = rng.multinomial(units, np.full(units, 1 / units), size=resamples)
     if len(sizes) > 1:
-        launch_draws = rng.multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), size=resamples)
-        draws.append(np.repeat(launch_draws, sizes, axis=1))
+        draws = np.repeat(draws, sizes, axis=1)
     # As floats: integer matrix products have no fast kernel, and these are exact up to 2^53.
-    drawn = [np.rint(d.astype(np.float64) @ counts.astype(np.float64)).astype(np.int64) for d in draws]
+    drawn = np.rint(draws.astype(np.float64) @ counts.astype(np.float64)).astype(np.int64)
     found: list[Resampled | None] = []
     for percent in percents:
         value = float(_percentiles_of(ascending, np.ones((1, len(ascending)), dtype=np.int64), percent)[0])
@@ -61,9 +61,8 @@ def clustered_percentiles(
             continue
         # Both are rounded the same way, so what remains between them comes from resampling.
         rounded = float(_percentiles_of(steps, counts.sum(axis=0)[None, :], percent)[0])
-        again = [_percentiles_of(steps, each, percent) * (value / rounded if rounded > 0 else 1.0) for each in drawn]
-        within, between = again if len(again) > 1 else (again[0], None)
-        found.append(from_components(value, components(within, between, sizes), len(sizes)))
+        again = _percentiles_of(steps, drawn, percent) * (value / rounded if rounded > 0 else 1.0)
+        found.append(from_replicates(value, again, units, len(sizes)))
     return found
 
 

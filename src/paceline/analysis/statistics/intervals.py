@@ -139,27 +139,24 @@ def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
     return total
 
 
-class Draws(NamedTuple):
-    """Column sums, one row per resample: of blocks inside every launch, and of whole launches if there are several."""
+def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPLES) -> Array:
+    """Column sums, one row per resample; each launch is an array of n steps by columns.
 
-    within: Array
-    between: Array | None
+    Whole launches are drawn if there are several, because their differences include those of their steps; blocks of
+    steps if there is only one.
 
-
-def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPLES) -> Draws:
-    """Bootstrap sums of launches; each launch is an array of n steps by columns.
-
-    >>> draws = resample_sums([np.ones((100, 2)), np.ones((100, 2))], seed=0, resamples=3)
-    >>> draws.within[:, 0].tolist(), draws.between[:, 0].tolist()
-    ([200.0, 200.0, 200.0], [200.0, 200.0, 200.0])
+    >>> resample_sums([np.ones((100, 2)), np.ones((100, 2))], seed=0, resamples=3)[:, 0].tolist()
+    [200.0, 200.0, 200.0]
     """
     rng = np.random.default_rng(seed)
-    within = np.zeros((resamples, launches[0].shape[1]))
-    for rows in launches:
-        within += _block_sums(rows, resamples, rng)
     if len(launches) == 1:
-        return Draws(within, None)
-    return Draws(within, redrawn_sums(np.array([rows.sum(axis=0) for rows in launches]), rng, resamples))
+        return _block_sums(launches[0], resamples, rng)
+    return redrawn_sums(np.array([rows.sum(axis=0) for rows in launches]), rng, resamples)
+
+
+def unit_count(launches: Sequence[Array]) -> int:
+    """How many units `resample_sums` draws."""
+    return len(launches) if len(launches) > 1 else block_count(len(launches[0]))
 
 
 def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAMPLES) -> Array:
@@ -170,64 +167,37 @@ def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAM
     return np.asarray(sum((drawn[:, n, None] * row for n, row in enumerate(totals)), np.zeros((1, totals.shape[1]))))
 
 
-def ratio_of_sums(launches: Sequence[Array], draws: Draws, numerator: int, denominator: int) -> Resampled | None:
-    """sum(numerator) / sum(denominator) over all steps of all launches; None if a value is missing (NaN).
+def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denominator: int) -> Resampled | None:
+    """sum(numerator) / sum(denominator) over all steps of all launches; None if a value is missing (NaN). sums are
+    those of `resample_sums`.
 
     >>> steps = [np.array([[10.0, 1.0], [20.0, 2.0], [30.0, 3.0], [40.0, 4.0]])]  # tokens, seconds
     >>> rate = ratio_of_sums(steps, resample_sums(steps, seed=0), 0, 1)
     >>> rate.value, rate.interval
     (10.0, (10.0, 10.0))
     """
-    steps = [len(rows) for rows in launches]
     top = float(sum(rows[:, numerator].sum() for rows in launches))
     bottom = float(sum(rows[:, denominator].sum() for rows in launches))
-    if not sum(steps) or not math.isfinite(top) or not math.isfinite(bottom) or bottom <= 0:
+    if not any(map(len, launches)) or not math.isfinite(top) or not math.isfinite(bottom) or bottom <= 0:
         return None
-    within, between = (None if s is None else s[:, numerator] / s[:, denominator] for s in draws)
-    return from_components(top / bottom, components(within, between, [block_count(n) for n in steps]), len(launches))
-
-
-class Component(NamedTuple):
-    """Replicates of a statistic by one kind of draw.
-
-    `units` are drawn with replacement in each of `groups` groups, which shows only (units - groups) / units of their
-    variance and has units - groups degrees of freedom.
-    """
-
-    replicates: Array
-    units: int
-    groups: int = 1
-
-
-def components(within: Array | None, between: Array | None, blocks: Sequence[int]) -> list[Component]:
-    """What the spread of a statistic over launches with so many blocks each comes from: its launches if there are
-    several, because their differences include those of their blocks; else the blocks of the only launch.
-    """
-    if between is not None:
-        return [Component(between, len(blocks))]
-    return [] if within is None else [Component(within, sum(blocks), len(blocks))]
-
-
-def from_components(value: float, draws: Sequence[Component], launches: int) -> Resampled:
-    """A statistic whose error has the degrees of freedom of each kind of draw (Welch-Satterthwaite)."""
-    known = [c for c in draws if c.units > c.groups]
-    if not known:
-        return unbounded(value, launches)
-    logarithmic = value > 0 and all(bool((c.replicates > 0).all()) for c in known)
-    # Differences first: the variance of equal numbers would not be exactly 0.
-    parts = [np.log(c.replicates) - math.log(value) if logarithmic else c.replicates - value for c in known]
-    variances = [float(x.var()) * c.units / (c.units - c.groups) for x, c in zip(parts, known, strict=True)]
-    freedom = satterthwaite(variances, [c.units - c.groups for c in known])
-    return Resampled(value, math.sqrt(sum(variances)), freedom, launches, logarithmic)
+    return from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], unit_count(launches), len(launches))
 
 
 def from_replicates(value: float, replicates: Array, units: int, launches: int) -> Resampled:
-    """A statistic with one kind of draw: launches, or blocks of a single one.
+    """A statistic by its replicates over so many units: launches, or blocks of a single one.
+
+    Drawing with replacement shows only (units - 1) / units of their variance, with units - 1 degrees of freedom.
 
     >>> from_replicates(10.0, np.array([9.0, 10.0, 11.0]), units=3, launches=3).freedom
     2
     """
-    return from_components(value, [Component(replicates, units)], launches)
+    if units < 2:
+        return unbounded(value, launches)
+    logarithmic = value > 0 and bool((replicates > 0).all())
+    # Differences first: the variance of equal numbers would not be exactly 0.
+    parts = np.log(replicates) - math.log(value) if logarithmic else replicates - value
+    error = math.sqrt(float(parts.var()) * units / (units - 1))
+    return Resampled(value, error, units - 1, launches, logarithmic)
 
 
 def satterthwaite(variances: Sequence[float], freedoms: Sequence[float]) -> float:

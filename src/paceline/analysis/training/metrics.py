@@ -18,7 +18,7 @@ from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings
 from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.statistics import intervals
-from paceline.analysis.statistics.intervals import Array, Draws, Resampled
+from paceline.analysis.statistics.intervals import Array, Resampled
 from paceline.analysis.training.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.errors import RequestError, Scalar
 from paceline.experiment.spec import RunSpec
@@ -49,8 +49,8 @@ class Cell:
     fields: Mapping[str, Any]
     axes: Mapping[str, Scalar]
     windows: tuple[Window, ...]
-    step_sums: Draws
-    launch_sums: Draws
+    step_sums: Array
+    launch_sums: Array
     achievable: Mapping[str, Measurement] = field(default_factory=dict)
 
     @property
