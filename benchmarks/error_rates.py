@@ -186,7 +186,8 @@ class Simulation:
         before, after = self.campaign(rng, equal), self.campaign(rng, [effect, *equal[1:]], day=1)
         for a, b in zip(*(sorted(side, key=lambda c: c.id) for side in (before, after)), strict=True):
             over, under = metrics.estimate(b, "tokens_per_s"), metrics.estimate(a, "tokens_per_s")
-            assert over and under
+            assert over
+            assert under
             ratio = ratio_between([over], [under])
             assert ratio
             apart = fingerprint.apart([w.record for w in a.windows], [w.record for w in b.windows])

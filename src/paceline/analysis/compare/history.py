@@ -213,8 +213,9 @@ def _change(
     records: Sequence[RunRecord], values: Array, cut: tuple[int, changepoints.Split, int], better: str
 ) -> ChangePoint:
     start, (index, p_value), end = cut
-    # Level after over level before, with Welch's 95 % interval of the logarithms.
-    levels = before, after = np.log(values[start:index]), np.log(values[index:end])
+    # Level after over level before, with Welch's 95 % interval of the logarithms, single outliers replaced.
+    cleaned = changepoints.without_outliers(np.log(values))
+    levels = before, after = cleaned[start:index], cleaned[index:end]
     errors = [float(x.var(ddof=1)) / len(x) for x in levels]
     penalty = sum(e * e / (len(x) - 1) for e, x in zip(errors, levels, strict=True))
     freedom = sum(errors) ** 2 / penalty if penalty > 0 else math.inf

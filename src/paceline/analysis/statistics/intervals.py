@@ -26,15 +26,20 @@ OUTLIER_Z = 3.5
 ERROR = 0.05
 
 
-@lru_cache(maxsize=4096)
 def student_t(freedom: float, tail: float = ERROR / 2) -> float:
-    """The value that Student's t exceeds with probability `tail`; freedom need not be whole.
+    """The value that Student's t exceeds with probability `tail`. freedom need not be whole; it is rounded down to one
+    decimal, or to a whole number from 30 on.
 
     >>> round(student_t(1), 3), round(student_t(10, 0.0025), 3), round(student_t(math.inf), 3)
     (12.706, 3.581, 1.96)
     """
-    if freedom > 1e5:
+    if freedom > 1e4:
         return NormalDist().inv_cdf(1 - tail)
+    return _student_t(math.floor(freedom) if freedom >= 30 else math.floor(freedom * 10) / 10, tail)
+
+
+@lru_cache(maxsize=4096)
+def _student_t(freedom: float, tail: float) -> float:
 
     def beyond(t: float) -> float:
         return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) / 2
