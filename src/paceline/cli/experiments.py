@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,21 @@ from paceline.cli.verbs import (
 )
 
 if TYPE_CHECKING:
+    from paceline.analysis.cost.training import Costing
+    from paceline.campaign.run.stopping import Stopping
     from paceline.experiment.spec import RunSpec
+    from paceline.results.records import RunRecord
 
 
 def add_verbs(verbs: Any) -> None:
     verb = _experiment_verb(verbs, "run", run, "run every configuration of an experiment, then report")
     verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
+    verb.add_argument(
+        "--until", metavar="PCT", help="repeat cells until every comparison is known to +-PCT, such as 2%%"
+    )
+    verb.add_argument(
+        "--time-budget", metavar="TIME", help="repeat cells where it helps most, until TIME is over: 90s, 10m, 2h"
+    )
     add_report_options(verb)
     verb = _experiment_verb(verbs, "plan", plan, "show what an experiment would run, with commands and memory")
     verb.add_argument(
@@ -76,11 +85,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
+    stopping = _stopping(arguments, costing)
     screen = console()
     observer = display.observer_for(screen)
     paged = status_page.Paged(observer, arguments.out)
     try:
-        interruptible(lambda: campaign(specs, arguments.out, paged, retry=arguments.resume, notify=screen.print))
+        interruptible(
+            lambda: campaign(
+                specs,
+                arguments.out,
+                paged,
+                retry=arguments.resume,
+                notify=screen.print,
+                stopping=stopping,
+                partial=_answer_so_far,
+            )
+        )
     finally:
         observer.close()
         paged.close()
@@ -90,6 +110,26 @@ def run(arguments: argparse.Namespace) -> int:
     code = conclude(screen, directory, arguments.format, costing, baseline, requested)
     paged.page.write()
     return code
+
+
+def _stopping(arguments: argparse.Namespace, costing: Costing) -> Stopping | None:
+    from paceline.campaign.run.stopping import Stopping, parse_budget, parse_until
+
+    if arguments.until is None and arguments.time_budget is None:
+        return None
+    prices = costing.prices or ()
+    return Stopping(
+        until=None if arguments.until is None else parse_until(arguments.until),
+        budget_s=None if arguments.time_budget is None else parse_budget(arguments.time_budget),
+        usd_per_hour=prices[0].usd_per_gpu_hour if len(prices) == 1 else None,
+    )
+
+
+def _answer_so_far(records: Sequence[RunRecord]) -> str:
+    from paceline.analysis.report import build
+    from paceline.report.answer import answer
+
+    return f"so far: {answer(build(records, title=''))[0]}"
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -85,12 +85,12 @@ def _process_began_at(pid: int) -> float | None:
         return None
 
 
-def write_plan(experiment: Path, specs: Sequence[RunSpec]) -> None:
-    """Replace the plan as a whole; called again when a search adds runs."""
+def write_plan(experiment: Path, specs: Sequence[RunSpec], rule: str | None = None) -> None:
+    """Replace the plan as a whole; called again when a search or a stopping rule adds runs. rule: when they end."""
     runs = [asdict(PlannedRun.of(spec)) for spec in specs]
     pid = os.getpid()
     about = {"schema": 1, "host": socket.gethostname(), "pid": pid, "began_at": _process_began_at(pid)}
-    store.write_json(experiment / PLAN, {**about, "runs": runs})
+    store.write_json(experiment / PLAN, {**about, **({"rule": rule} if rule else {}), "runs": runs})
 
 
 def read_plan(experiment: Path) -> Plan | None:

@@ -21,9 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.analysis.compare import comparable
+from paceline.analysis.compare.precision import precision_of
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
 from paceline.campaign.run import supervision
+from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
@@ -54,12 +56,17 @@ def campaign(
     *,
     retry: bool = False,
     notify: Notify = lambda _message: None,
+    stopping: Stopping | None = None,
+    partial: Callable[[Sequence[RunRecord]], str] = lambda _records: "",
 ) -> list[Status]:
     """Run every spec that is not sealed yet, references first, and return the status of each.
 
     RequestError, before anything is written, if an engine cannot take any of them. retry repeats runs that did not end
-    ok. notify gets messages about slow steps before the first run.
+    ok. notify gets messages about slow steps before the first run. With a stopping rule, cells are repeated until it
+    is met; after each round notify gets the answer so far (`partial`) and what is still to come.
     """
+    if stopping is not None:
+        specs = stopping.planned(specs)
     references = references_of(specs)
     runs = [*references.values(), *specs]
     directory = out / specs[0].experiment
@@ -68,27 +75,73 @@ def campaign(
     preflight(runs, out, retry, notify)
     ask_engines([spec for spec in runs if _is_left(spec, out, retry)])
     observer.begin(runs)
-    statuses = []
+    statuses: list[Status] = []
+    rule = None if stopping is None else stopping.text
+
+    def run(requested: RunSpec) -> None:
+        """One planned run and, for a search, all that follow from it."""
+        series = [requested]
+        for spec in series:
+            sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
+            status, error = sealed or execute(spec, out, observer, references.get(spec.work))
+            observer.ended(spec, status, error, sealed is not None)
+            statuses.append(status)
+            if not leads_on(requested):
+                continue
+            # A search: the workload derives the next run from the results, until it repeats itself.
+            records = [store.read_run(out / each.experiment / each.run_id) for each in series]
+            following = load("workloads", requested.workload.name).follow(requested, records)
+            if following is not None and following not in series:
+                series.append(following)
+                runs.append(following)
+                write_plan(directory, runs, rule)
+                observer.begin(runs)
+
     with store.exclusive(directory), closing(runs):
-        write_plan(directory, runs)
-        for requested in tuple(runs):
-            series = [requested]
-            for spec in series:
-                sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-                status, error = sealed or execute(spec, out, observer, references.get(spec.work))
-                observer.ended(spec, status, error, sealed is not None)
-                statuses.append(status)
-                if not leads_on(requested):
-                    continue
-                # A search: the workload derives the next run from the results, until it repeats itself.
-                records = [store.read_run(out / each.experiment / each.run_id) for each in series]
-                following = load("workloads", requested.workload.name).follow(requested, records)
-                if following is not None and following not in series:
-                    series.append(following)
-                    runs.append(following)
-                    write_plan(directory, runs)
-                    observer.begin(runs)
+        write_plan(directory, runs, rule)
+        if stopping is None:
+            for requested in tuple(runs):
+                run(requested)
+        else:
+            _run_until(stopping, runs, run, directory, notify, partial)
+            observer.begin(runs)
+            write_plan(directory, runs, rule)
     return statuses
+
+
+def _run_until(
+    stopping: Stopping,
+    runs: list[RunSpec],
+    run: Callable[[RunSpec], None],
+    directory: Path,
+    notify: Notify,
+    partial: Callable[[Sequence[RunRecord]], str],
+) -> None:
+    """Carry out the planned runs and then rounds of repeats until the rule is met. runs is what was really run."""
+    notify(stopping.text)
+    began, planned = time.monotonic(), list(runs)
+    runs.clear()
+    took: dict[str, float] = {}
+    while planned:
+        for spec in planned:
+            begun = time.monotonic()
+            # The first launch of a cell is always made: nobody knows how long it takes.
+            if stopping.affords(took.get(spec.cell, 0.0), begun - began):
+                runs.append(spec)
+                run(spec)
+                took[spec.cell] = time.monotonic() - begun
+        records = [store.read_run(path) for spec in runs if store.is_sealed(path := directory / spec.run_id)]
+        known, spent_s = precision_of(records), time.monotonic() - began
+        # A launch takes longer than its steps: a rank imports torch, and the certificate is checked.
+        known = {cell: replace(own, seconds=max(own.seconds, took.get(cell, 0.0))) for cell, own in known.items()}
+        gpus = {spec.cell: spec.topology.world_size for spec in runs}
+        for message in filter(None, (partial(records), stopping.outlook(known, spent_s, gpus))):
+            notify(message)
+        planned = stopping.next_round([spec for spec in runs if not _is_reference(spec)], known, spent_s)
+
+
+def _is_reference(spec: RunSpec) -> bool:
+    return spec.workload.name == "reference"
 
 
 # --- references: the same work on one process ---
