@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,8 @@ def compare_experiments(
         _require_pair(a, b, matched, lost)
     shared = tuple(d for d in met[0].differences if all(d in p.differences for p in met)) if met else ()
     found = [f for pair in met for f in _quantities(pair, between_days)]
-    changes = [_change(f, sum(f.ratio is not None for f in found), shared) for f in found]
+    families = Counter(_family(f) for f in found if f.ratio is not None)
+    changes = [_change(f, max(families[_family(f)], 1), shared) for f in found]
 
     def order(c: Change) -> tuple[int, float, str, str]:
         group = 2 if c.verdict is None else 0 if c.verdict in (BETTER, WORSE) else 1
@@ -262,6 +264,11 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
         return None, "the data supports no interval of a ratio: a resampled side reaches 0"
     reasons = dict.fromkeys(q.unbounded for _, q in silent)
     return None, f"the data supports no interval in {' and '.join(name for name, _ in silent)}: {'; '.join(reasons)}"
+
+
+def _family(f: Found) -> str:
+    """Comparisons that are judged together: step time repeats what throughput shows, and memory is another question."""
+    return f.first.metric if f.first.metric in ("step_time_s", "peak_memory_bytes") else "speed"
 
 
 def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:

@@ -45,7 +45,7 @@ def precision_of(records: Sequence[RunRecord]) -> dict[str, Precision]:
     judged = {cell: [run.record for run in runs if run.ok] for cell, runs in judge(records).items()}
     valid = {cell: runs for cell, runs in judged.items() if runs}
     trained = [run for runs in valid.values() for run in runs if run.spec.is_certified]
-    widths = _trained_widths(metrics.gather(map(open_window, trained)))
+    widths = trained_widths(metrics.gather(map(open_window, trained)))
     found = {}
     for cell, runs in valid.items():
         if cell in widths:
@@ -60,7 +60,7 @@ def precision_of(records: Sequence[RunRecord]) -> dict[str, Precision]:
     return found
 
 
-def _trained_widths(cells: Sequence[metrics.Cell]) -> dict[str, tuple[float, float]]:
+def trained_widths(cells: Sequence[metrics.Cell]) -> dict[str, tuple[float, float]]:
     """Width and spread of every training cell whose speed is measured."""
     speeds = {cell.id: found for cell in cells if not cell.shared_gpu and (found := metrics.estimate(cell, SPEED))}
     widths = {cell: own_width(found) for cell, found in speeds.items()}

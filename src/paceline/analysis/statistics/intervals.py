@@ -238,12 +238,15 @@ class Ratio(NamedTuple):
     slack: tuple[float, float] = (0.0, 0.0)
 
     def interval(self, family: int = 1) -> tuple[float, float]:
-        """95 % for all `family` comparisons together: Bonferroni for their own errors, none for the common one."""
+        """95 % for all `family` comparisons together: Bonferroni for their own errors. The common one is the same in all
+        of them, so its tail is only halved: what the largest of the own errors adds (`benchmarks/error_rates.py`).
+        """
         below, above = (self._reach(ERROR / 2, family) + slack for slack in self.slack)
         return self.value * math.exp(-below), self.value * math.exp(above)
 
     def _reach(self, tail: float, family: int = 1) -> float:
-        return math.hypot(student_t(self.freedom, tail / family) * self.error, student_t(math.inf, tail) * self.common)
+        own, common = student_t(self.freedom, tail / family), student_t(math.inf, tail / min(family, 2))
+        return math.hypot(own * self.error, common * self.common)
 
     @property
     def low(self) -> float:
