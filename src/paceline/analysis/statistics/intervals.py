@@ -238,8 +238,10 @@ class Ratio(NamedTuple):
     slack: tuple[float, float] = (0.0, 0.0)
 
     def interval(self, family: int = 1) -> tuple[float, float]:
-        """95 % for all `family` comparisons together: Bonferroni for their own errors. The common one is the same in all
-        of them, so its tail is only halved: what the largest of the own errors adds (`benchmarks/error_rates.py`).
+        """95 % for all `family` comparisons together: Bonferroni for their own errors.
+
+        The common error is the same in all of them, so its tail is only halved, for what the largest of the own errors
+        adds (simulated in `benchmarks/error_rates.py`).
         """
         below, above = (self._reach(ERROR / 2, family) + slack for slack in self.slack)
         return self.value * math.exp(-below), self.value * math.exp(above)

@@ -1,0 +1,23 @@
+"""Campaigns in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from testbed.instant import Instant
+
+from paceline.campaign.run import controller
+from paceline.experiment import plugins
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], Instant]:
+    def use(leave: Callable[[Path], None]) -> Instant:
+        instant = Instant(leave)
+        load = plugins.load
+        monkeypatch.setattr(controller, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
+        return instant
+
+    return use
