@@ -144,7 +144,7 @@ def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
 
 def _undecided(comparisons: Sequence[Comparison]) -> str:
     """What these comparisons could have shown, and how many launches would decide the least certain of them."""
-    widest = max(comparisons, key=lambda c: c.detectable_ratio, default=None)
+    widest = max(comparisons, key=lambda c: c.detectable_ratio or 0.0, default=None)
     if widest is None or not widest.detectable_ratio:
         return ""
     text = f"; smallest detectable difference {widest.detectable_ratio * 100:.2g} %"

@@ -253,7 +253,7 @@ def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     start = "With one price per GPU hour, cost follows throughput"
     versus = decided.decisive
     if versus is None:
-        return f"{start}: {_leaders(decided.choose, decided.because)}."
+        return f"{start}, which has no winner here."
     winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
     names = {versus.cell: versus.label, versus.other: versus.other_label}
     among = [c for c in decided.because if {c.label, c.other_label} <= {*decided.choose}]

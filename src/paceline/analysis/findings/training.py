@@ -159,7 +159,8 @@ class Comparison:
 
     verdict is about `cell`: better, worse, equal or inconclusive; it is corrected for the other comparisons of its
     family, low and high are not. For a speed, throttled holds the shares of steps while throttled of `cell` and `other`
-    if they differ enough to matter. launches is the smaller number of launches of the two.
+    if they differ enough to matter. launches is the smaller number of launches of the two; one launch has no verdict:
+    it is inconclusive, and detectable_ratio is None.
     """
 
     metric: str
@@ -171,7 +172,7 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    detectable_ratio: float
+    detectable_ratio: float | None
     verdict: str
     reason: str
     certified: bool

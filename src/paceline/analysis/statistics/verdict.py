@@ -17,8 +17,8 @@ SMALLEST_EFFECT = 0.01
 EQUAL_WITHIN = 0.02
 FEWEST_LAUNCHES = 3
 ONE_LAUNCH = (
-    "one launch cannot show how much launches differ: no verdict without at least 2 launches of each, better "
-    f"{FEWEST_LAUNCHES} (--set repeats={FEWEST_LAUNCHES})"
+    f"one launch cannot show how much launches differ; use at least {FEWEST_LAUNCHES} of each "
+    f"(--set repeats={FEWEST_LAUNCHES})"
 )
 # Standard deviation, as a fraction, that is assumed between days and between nodes: launches of one day do not show it.
 BETWEEN_DAYS = 0.01
@@ -81,7 +81,7 @@ def judged_ratio(
         ratio=ratio.value,
         low=ratio.low,
         high=ratio.high,
-        detectable_ratio=ratio.detectable(family),
+        detectable_ratio=None if ratio.launches == 1 else ratio.detectable(family),
         verdict=verdict,
         reason=reason,
         certified=True,

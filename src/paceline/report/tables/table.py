@@ -227,15 +227,15 @@ def _wire(group: Group) -> Filled[Row]:
 def _versus(row: Row, group: Group) -> Cell:
     if len(group.rows) == 1 or group.is_listed:
         return Cell(MISSING)
-    if row.cell == group.rows[0].cell and row.rank is not None:
+    if row.cell == group.rows[0].cell and any(other.versus_best for other in group.rows):
         alone = sum(other.rank == row.rank for other in group.rows) == 1
         return Cell("fastest" if alone and row.rank == 1 else "1x", "", "quiet")
     return verdict_cell(row.versus_best) if row.versus_best else Cell("not compared", "", "quiet")
 
 
 def verdict_cell(c: Comparison) -> Cell:
-    word = direction(c.metric, c.ratio)
-    text, interval = verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
+    word, verdict = direction(c.metric, c.ratio), None if c.launches == 1 else c.verdict
+    text, interval = verdict_text(verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
     return Cell(text, interval, _TONES.get(c.verdict, "quiet"))
 
 
@@ -276,7 +276,10 @@ def comparisons(report: Report) -> Table | None:
         (Column("metric"), lambda c: c.metric),
         (Column("pair"), lambda c: f"{c.label} / {c.other_label}"),
         (Column("ratio"), verdict_cell),
-        (numeric("detectable difference"), lambda c: f"{c.detectable_ratio * 100:.2g} %"),
+        (
+            numeric("detectable difference"),
+            lambda c: "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %",
+        ),
         (Column("reason", prose=True), lambda c: c.reason + ("" if c.certified else " (not certified)")),
     )
     title = "Comparisons and the smallest detectable difference of each"

@@ -234,8 +234,10 @@ def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequ
 def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:
     """Competition ranks: a cell opens a new rank only if a verdict puts it behind the first cell of the current one.
 
-    A cell without a verdict against that cell has no rank; the first with a verdict against any other leads.
+    A cell without a verdict against that cell has no rank; the first with a verdict against any other leads. Cells with
+    one launch have no verdict.
     """
+    verdicts = {pair: c for pair, c in verdicts.items() if c.launches != 1}
     ranks: list[int | None] = []
     leader, rank, ranked = None, 1, 0
     for cell in order:
