@@ -122,6 +122,19 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[None]:
+    """The folder of the processes that fork ranks (see testbed/nursery.py). They live as long as pytest, whose workers
+    share them, and remove the folder at their end. Names of sockets must be short."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    owner = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"nursery-{run or owner}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NURSERY", str(folder))
+        patch.setenv("NURSERY_OWNER", str(owner))
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     """With `-n`, a file stays on one worker: campaigns of real processes are run once per file and shared."""
