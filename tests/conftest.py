@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
 from paceline.results import store
 from paceline.results.records import Evidence, Outcome, Sample, Status, StepSample
+from paceline.training.instruments import collection_paused
 
 # A shell starts what it runs in the background deaf to Ctrl-C, which children inherit; those of tests are sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -155,6 +157,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.snapshot_file_lock = True
     if config.getoption("update_snapshots", default=False):
         os.environ["PACELINE_UPDATE_GOLDEN"] = "1"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What tests import stays until the end: no garbage collection looks through it, half a second each for torch."""
+    with collection_paused():
+        yield
+    gc.freeze()
 
 
 @pytest.fixture
