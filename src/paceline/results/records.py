@@ -414,6 +414,25 @@ class RunRecord:
         return Shape(**recorded) if recorded else load_shape(self.spec.model)
 
     @property
+    def served_models(self) -> tuple[str, ...]:
+        """The models as servers named them: in their answers, otherwise in their list. Empty if nothing was served."""
+        return tuple(dict.fromkeys(name for each in self.replicas for name in each.answered_as or (each.model,)))
+
+    @property
+    def other_model(self) -> str | None:
+        """What servers say they serve, if it is not the requested model; None if it is, or if nothing was served."""
+        others = [name for name in self.served_models if not self.spec.is_model(name)]
+        return ", ".join(self.served_models) if others else None
+
+    def axes(self) -> dict[str, Scalar]:
+        """The axes of the spec. A served model has the name that its server reports; requested_model is then the name
+        in the experiment, if the two differ."""
+        axes = self.spec.axes()
+        return (
+            axes if self.other_model is None else axes | {"model": self.other_model, "requested_model": axes["model"]}
+        )
+
+    @property
     def is_reference(self) -> bool:
         return self.spec.workload.name == "reference"
 

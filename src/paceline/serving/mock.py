@@ -43,6 +43,7 @@ MODES = {
     "endless": "continues after the requested number of tokens",
     "terse": "no usage and no [DONE], only a finish reason",
     "short": "ends after half of the tokens, as if complete, without a finish reason or [DONE]",
+    "renamed": "answers name another model than /v1/models lists",
     "tail": "usage in an event after the last token",
     "refuse": "HTTP 429 with Retry-After for every other request",
     "fail": "HTTP 500 for every other request",
@@ -52,6 +53,8 @@ MODES = {
 }
 # Modes with a fast path, in which the number of streams is measured.
 STRAIGHT = ("plain", "clock")
+# The model in answers of the mode `renamed`.
+RENAMED = "another-model"
 RECEIVE_BYTES = 1 << 18
 # Tokens sent before new requests are read: a late token must not make others wait forever.
 SENDS_AT_ONCE = 256
@@ -355,7 +358,8 @@ class MockReplica:
 
     def _ending(self, stream: Stream) -> bytes:
         if self.latencies.mode != "terse":
-            return last_events(stream.sent, stream.prompt_tokens)
+            name = RENAMED if self.latencies.mode == "renamed" else self.latencies.model
+            return last_events(stream.sent, stream.prompt_tokens, name)
         choice: dict[str, Any] = {"index": 0, "delta": {}} if stream.chat else {"index": 0, "text": ""}
         choice["finish_reason"] = "length"
         return http_server.chunk(http_server.event({"id": "mock", "choices": [choice]})) + http_server.LAST_CHUNK
@@ -407,7 +411,7 @@ def timed_token(chat: bool) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def last_events(tokens: int, prompt: int) -> bytes:
+def last_events(tokens: int, prompt: int, model: str = "mock") -> bytes:
     usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": tokens + prompt}
-    last = json.dumps({"id": "mock", "choices": [], "usage": usage}).encode()
+    last = json.dumps({"id": "mock", "model": model, "choices": [], "usage": usage}).encode()
     return http_server.chunk(b"data: " + last + b"\n\n" + http_server.DONE) + http_server.LAST_CHUNK

@@ -108,7 +108,7 @@ def _trace(record: RunRecord, is_believed: bool) -> ServedTrace:
     return ServedTrace(
         run=record.spec.run_id,
         cell=record.spec.cell,
-        axes=record.spec.axes(),
+        axes=record.axes(),
         scenario=record.spec.serving.scenario,
         wall_s=wall,
         seconds=_middles(edges),
@@ -258,7 +258,7 @@ def _served_load(load: Served, reliable: Container[str]) -> ServedLoad:
         spreads.append(spread(name, values, limits.get(f"{name}_s"), latency_bounds.of_answers(load, quantity, QUOTED)))
     return ServedLoad(
         cell=load.cell,
-        axes=load.spec.axes(),
+        axes=load.stretches[0].record.axes(),
         runs=load.runs,
         scenario=load.serving.scenario,
         rate_per_s=load.rate_per_s,
@@ -286,7 +286,7 @@ def _audit(cell: Launches) -> ClientAudit:
     is_open = any(_serving(r).scenario in OPEN or any(s.rate_per_s is not None for s in r.stages) for r in cell)
     return ClientAudit(
         cell=spec.cell,
-        axes=spec.axes(),
+        axes=cell[0].axes(),
         runs=tuple(record.spec.run_id for record in cell),
         processes=len({(client.rank, client.shard) for client in clients}),
         schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if is_open else None,

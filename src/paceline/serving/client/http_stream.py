@@ -406,7 +406,8 @@ def data_lines(event: bytearray) -> bytes | None:
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed completion. Reads are numbers. reported_tokens: the server's count. pieces: events with content."""
+    """A streamed completion. Reads are numbers. reported_tokens: the server's count. pieces: events with content.
+    model: the name that the server gives in its answer."""
 
     first_read: int | None = None
     first_reasoning_read: int | None = None
@@ -418,6 +419,7 @@ class Answer:
     prompt_tokens: int | None = None
     reported_tokens: int | None = None
     finish: str | None = None
+    model: str | None = None
     is_done: bool = False
     error: str | None = None
     damaged: int = 0
@@ -450,6 +452,8 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
             chunk, end = _decode(text)
             if not isinstance(chunk, dict) or end != len(text):
                 raise ValueError("expected one JSON object")
+            if answer.model is None and isinstance(name := chunk.get("model"), str) and name:
+                answer.model = name
             if error := chunk.get("error"):
                 answer.error = str(error)
             choices = chunk.get("choices") or []

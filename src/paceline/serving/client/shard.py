@@ -47,6 +47,7 @@ STALE_NS = NS // 4
 GONE = ("connect", "reset", "closed", "truncated")
 DETAIL_BYTES = 300
 FINISH_BYTES = 80
+MODEL_BYTES = 200
 _HAS_NEWS = READABLE | select.EPOLLHUP | select.EPOLLERR
 # The counters of one process.
 _FIELDS = 6
@@ -127,6 +128,7 @@ class AnswerParser:
         result.token_ns.extend(map(times.__getitem__, answer.reads))
         result.pieces, result.coalesced = answer.pieces, answer.coalesced
         result.finish = None if answer.finish is None else self._redact(answer.finish, FINISH_BYTES)
+        result.model = None if answer.model is None else self._redact(answer.model, MODEL_BYTES)
         result.reported_tokens, result.prompt_tokens = answer.reported_tokens, answer.prompt_tokens
         if keeps_text:
             result.text = self._redact("".join(answer.text))

@@ -51,7 +51,7 @@ def report_of(*records: RunRecord) -> Report:
 
 
 def table(report: Report) -> Table:
-    return next(each for each in served_tables(report) if each.title == "Served model")
+    return next(each for each in served_tables(report) if each.title.startswith("Served model"))
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
