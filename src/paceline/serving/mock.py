@@ -44,6 +44,11 @@ MODES = {
     "terse": "no usage and no [DONE], only a finish reason",
     "short": "ends after half of the tokens, as if complete, without a finish reason or [DONE]",
     "renamed": "answers name another model than /v1/models lists",
+    "announced": "a Content-Length of 100 bytes more than are sent before the connection closes",
+    "cut": "a chunked body without its last chunk before the connection closes",
+    "unmarked": "HTTP/1.0: the connection closes after the tokens, without a finish reason or [DONE]",
+    "excess": "more tokens after the announced Content-Length",
+    "whole": "one JSON object instead of a stream",
     "tail": "usage in an event after the last token",
     "refuse": "HTTP 429 with Retry-After for every other request",
     "fail": "HTTP 500 for every other request",
@@ -53,6 +58,8 @@ MODES = {
 }
 # Modes with a fast path, in which the number of streams is measured.
 STRAIGHT = ("plain", "clock")
+# Modes whose answer comes at once, when the first token is due; then the connection closes.
+CLOSED = ("announced", "cut", "unmarked", "excess", "whole")
 # The model in answers of the mode `renamed`.
 RENAMED = "another-model"
 RECEIVE_BYTES = 1 << 18
@@ -315,6 +322,11 @@ class MockReplica:
     def _send_event(self, stream: Stream) -> bool:
         """Send one event in the way of the mode; whether more follow."""
         client, mode = stream.connection, self.latencies.mode
+        if mode in CLOSED:
+            # The last bytes before the connection closes.
+            self._put(client, whole_answer(mode, stream))
+            self._drop(client)
+            return False
         if stream.sent == 0:
             if mode == "slow-head":
                 for position in range(len(HEAD)):
@@ -390,6 +402,27 @@ def prompt_tokens(request: dict[str, Any]) -> int:
     messages = request.get("messages")
     texts = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else [prompt]
     return sum(len(text.split()) for text in texts if isinstance(text, str))
+
+
+def whole_answer(mode: str, stream: Stream) -> bytes:
+    """An answer in one write, with what the mode gets wrong; a Content-Length unless the mode has none."""
+    words = [WORDS[number % len(WORDS)] for number in range(stream.total)]
+    tokens = b"".join(event_of(stream.chat, word) for word in words)
+    body = tokens + http_server.DONE
+    if mode == "cut":
+        return HEAD + http_server.chunk(body)
+    if mode == "unmarked":
+        return b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + tokens
+    if mode == "whole":
+        text = "".join(words)
+        choice = {"index": 0, "finish_reason": "length"} | (
+            {"message": {"role": "assistant", "content": text}} if stream.chat else {"text": text}
+        )
+        return http_server.answer(200, {"id": "mock", "choices": [choice]})
+    length = len(body) + 100 if mode == "announced" else len(body)
+    more = tokens if mode == "excess" else b""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % length
+    return head + body + more
 
 
 @cache

@@ -222,6 +222,8 @@ class TlsPipe:
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_CHUNKS = b"0\r\n\r\n"
 EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
+# The error class of a response with more bytes than it announced: whatever they are, they are no tokens.
+EXCESS = "excess"
 # The checks of json.loads take longer than decoding, for values as short as an event's.
 _decode = json.JSONDecoder().raw_decode
 _HEX = re.compile(rb"[0-9a-fA-F]+")
@@ -277,7 +279,9 @@ class Response:
         if len(self.data) > self.longest:
             raise BrokenResponse("too_long")
         if self.length is not None:
-            return len(self.data) - self.body_at >= self.length
+            if len(self.data) - self.body_at > self.length:
+                raise BrokenResponse(EXCESS)
+            return len(self.data) - self.body_at == self.length
         # Content may end like the last chunk does: only then are the chunks searched.
         return self.chunked and self.data.endswith(END_OF_CHUNKS) and self._has_last_chunk()
 
@@ -296,6 +300,8 @@ class Response:
                 break
             self.contents.append((begin, end))
             if end == begin:
+                if length > end + 2:
+                    raise BrokenResponse(EXCESS)
                 return True
             at = self.chunk_at = end + 2
         return False

@@ -136,6 +136,9 @@ class AnswerParser:
             result.error, result.detail = "in_stream", self._redact(answer.error, DETAIL_BYTES)
         else:
             result.error = answer.fault
+        if answer.events == 0 and response.body().lstrip()[:1] == b"{":
+            # One JSON object has no times of tokens.
+            result.error, result.detail = "not_streamed", "one JSON object instead of a stream of events"
         return True
 
     def _redact(self, text: str, most: int | None = None) -> str:
