@@ -29,15 +29,8 @@ from paceline.analysis.served.loads import Served
 from paceline.analysis.served.measurements import NS
 from paceline.analysis.served.token_times import first_token_ns
 from paceline.analysis.statistics.intervals import Bounded
-from paceline.experiment.serving import (
-    MOST_CPU_RATIO,
-    MOST_READ_LAG_S,
-    MOST_SCHEDULE_LAG_OF_TTFT,
-    MOST_SCHEDULE_LAG_S,
-    OPEN,
-    SCENARIOS,
-    Serving,
-)
+from paceline.experiment.serving import MOST_CPU_RATIO, OPEN, SCENARIOS, Serving
+from paceline.results import client_audit
 from paceline.results.records import RunRecord, Status
 from paceline.results.served_samples import RequestSample
 
@@ -292,7 +285,7 @@ def _audit(cell: Launches) -> ClientAudit:
         schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if is_open else None,
         schedule_bound_s=min(map(_schedule_bound_s, cell)),
         read_lag_s=_worst(c.read_lag_p99_ns for c in clients),
-        read_bound_s=MOST_READ_LAG_S,
+        read_bound_s=min(map(_read_bound_s, cell)),
         cpu_ratio=max((c.cpu_s / c.wall_s for c in clients if c.wall_s > 0), default=None),
         cpu_bound_ratio=MOST_CPU_RATIO,
         clock_drift_s=_worst(abs(c.clock_drift_ns) for c in clients),
@@ -302,8 +295,15 @@ def _audit(cell: Launches) -> ClientAudit:
 
 
 def _schedule_bound_s(record: RunRecord) -> float:
-    first = [value for request in record.requests if (value := measurements.ttft_s(request)) is not None]
-    return max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
+    return client_audit.schedule_bound_s(_median_ttft_s(record))
+
+
+def _read_bound_s(record: RunRecord) -> float:
+    return client_audit.read_bound_s(_median_ttft_s(record))
+
+
+def _median_ttft_s(record: RunRecord) -> float | None:
+    return client_audit.median([s for request in record.requests if (s := measurements.ttft_s(request)) is not None])
 
 
 def _worst(lags_ns: Iterable[float | None]) -> float | None:

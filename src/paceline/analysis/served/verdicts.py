@@ -30,6 +30,8 @@ from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE
 from paceline.results.records import RunRecord, Status
 from paceline.serving import early_stopping
 
+ACCURACY_ADVICE = "check precision, quantisation and the prompt form of the server: its answers are not accurate enough"
+
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     """The report with verdicts, replica gains and extrapolations. records are in the order of the report's runs;
@@ -108,6 +110,7 @@ def verdict_of(
         ceiling=client_share.use_of(served),
         is_believed=not doubts,
         fails=bool(doubts) and not served.is_tried,
+        advice=(*(measured.advice(served) if reasons else ()), *((ACCURACY_ADVICE,) if failed else ())),
     )
 
 
@@ -177,6 +180,7 @@ def _load_of_run(served: Served) -> LoadOfRun:
         late=verdict.late,
         verdict=verdict.verdict,
         reasons=verdict.reasons,
+        advice=verdict.advice,
         latencies=latencies,
         few=tuple(text for text in missing if text) if served.answered else (),
     )

@@ -81,6 +81,7 @@ def served_lines(loads: Sequence[LoadOfRun], replicas: Sequence[ReplicaOfRun]) -
         counts = f"{load.requests:,} requests, {load.requests - load.failed:,} answered, {load.failed:,} failed{late}"
         yield f"  load {name}: {load.verdict}; {counts}"
         yield from (f"    because: {reason}" for reason in load.reasons)
+        yield from (f"    next: {step}" for step in load.advice)
         for failure in load.failures:
             times = "once" if failure.count == 1 else f"{failure.count:,} times"
             example = f", such as: {failure.detail}" if failure.detail else ""

@@ -268,7 +268,8 @@ def _reasons(report: Report, loads: Loads) -> Iterator[str]:
     reasons = [v for v in report.served if v.reasons and _key(v.cell, v.axes) in loads]
     for verdict in reasons[:MOST_REASONS]:
         load = load_text(loads[_key(verdict.cell, verdict.axes)], loads)
-        yield f"{load}: {verdict.text()}."
+        then = f" Next: {'; '.join(verdict.advice)}." if verdict.advice else ""
+        yield f"{load}: {verdict.text()}.{then}"
     if len(reasons) > MOST_REASONS:
         yield f"{len(reasons) - MOST_REASONS} more are INVALID: report.json has their reasons."
     yield from dict.fromkeys(f"Left out: {why}." for verdict in report.served for why in verdict.left_out)

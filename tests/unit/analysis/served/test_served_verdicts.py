@@ -152,13 +152,13 @@ def test_a_load_without_limits_counts_its_failures() -> None:
 def test_many_loads_of_one_launch_do_not_look_at_each_others_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the client says against itself takes as many looks at requests for 2 loads as for 40 of as many in all."""
     looked_at: list[int] = []
-    plain = measurements.client_problems
+    plain = measurements.client_facts
 
-    def counted(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
+    def counted(clients: Sequence[ClientSample], requests: Sequence[RequestSample], is_open: bool) -> Any:
         looked_at.append(len(requests))
-        return plain(clients, requests, scenario)
+        return plain(clients, requests, is_open)
 
-    monkeypatch.setattr(measurements, "client_problems", counted)
+    monkeypatch.setattr(measurements, "client_facts", counted)
     looks = []
     for loads in (2, 40):
         requests = [request(n, stage=n % loads) for n in range(80)]
