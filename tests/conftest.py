@@ -30,6 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests run side by side: threads of several processes would wait for each other's turn on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# They are each other's busy neighbours too: without this, every run would be launched three times.
+os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0

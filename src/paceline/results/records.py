@@ -218,7 +218,8 @@ class GaugeSample:
 
     at_s is `time.time()` of that host; device is the CUDA index there. energy_j is a counter of which only differences
     are meaningful: for a GPU since its driver was loaded, for a host's processors since the first reading.
-    throttle_reasons are the driver's names, () if nothing throttles the GPU.
+    throttle_reasons are the driver's names, () if nothing throttles the GPU. usage are the fields of
+    `host.usage.HostUsage`, of a host only.
     """
 
     kind: ClassVar[str] = "gauge"
@@ -236,6 +237,7 @@ class GaugeSample:
     throttle_reasons: tuple[str, ...] | None = None
     cpu_ratio: float | None = None
     frequency_hz: float | None = None
+    usage: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +366,7 @@ class Outcome:
 class RunRecord:
     """A finished run, read back. For a restarted run, steps has the last measurement of each step and redone
     those that a later attempt repeated; attempts is empty if there was only one. lost_nodes were lost before the end,
-    and the run continued without them."""
+    and the run continued without them. repeated: how often it was launched again because its host was disturbed."""
 
     spec: RunSpec
     status: Status
@@ -401,6 +403,7 @@ class RunRecord:
     attempts: tuple[AttemptSample, ...] = ()
     redone: Sequence[StepSample] = ()
     lost_nodes: tuple[int, ...] = ()
+    repeated: int = 0
 
     @property
     def evidence(self) -> Evidence | None:
