@@ -35,8 +35,8 @@ QUOTA_RATIO = (0.01, 0.10)
 # Share of the readings in which a GPU was slowed down by heat or by its power supply. The power cap is not one of these
 # reasons: under full load it is the normal state of a data centre GPU, and it is the same in every launch.
 HEAT_RATIO = (0.01, 0.10)
-# Somebody set the clocks of a GPU, in at least this share of the readings.
-SET_CLOCKS_RATIO = 0.5
+# The clocks of a GPU are set below this share of their maximum, in at least this share of the readings.
+FULL_CLOCK_RATIO, SET_CLOCKS_RATIO = 0.95, 0.5
 # A GPU that is busier than this before our ranks use it computes for others.
 BUSY_GPU_RATIO = 0.05
 # Data centre GPUs slow down from about 85 degrees.
@@ -269,7 +269,7 @@ def gpu_neighbours_check(gpu: str, neighbours: int | None, busy_before_ratio: fl
 
 
 def clock_checks(gpu: str, samples: Iterable[DeviceReading], clock_max_hz: float | None = None) -> Iterator[Check]:
-    """Whether a GPU ran below its usual clock: slowed down by heat or its power supply, or set by somebody."""
+    """Whether a GPU ran below its usual clock: slowed down by heat or its power supply, or set to it."""
     known = [sample for sample in samples if sample.throttle_reasons is not None]
     if not known:
         yield Check("GPU clocks", UNKNOWN, f"the driver does not report whether {gpu} is throttled")
@@ -284,14 +284,15 @@ def clock_checks(gpu: str, samples: Iterable[DeviceReading], clock_max_hz: float
         else f"{gpu} is not slowed down"
     )
     yield Check("GPU throttling", level, text, None if level == GREEN else "Check its cooling and power supply.")
-    set_to = [sample.sm_clock_hz for sample in known if SET_CLOCKS in (sample.throttle_reasons or ())]
-    if len(set_to) < SET_CLOCKS_RATIO * len(known):
+    limited = [sample.sm_clock_hz for sample in known if SET_CLOCKS in (sample.throttle_reasons or ())]
+    clock_hz = max((clock for clock in limited if clock is not None), default=None)
+    at_most = clock_hz is not None and clock_max_hz is not None and clock_hz >= FULL_CLOCK_RATIO * clock_max_hz
+    if len(limited) < SET_CLOCKS_RATIO * len(known) or at_most:
         yield Check("GPU clocks", GREEN, f"the clocks of {gpu} are not limited")
         return
-    clocks = [clock for clock in set_to if clock is not None]
-    below = f" to {max(clocks) / 1e6:,.0f}" if clocks else ""
-    most = f" of {clock_max_hz / 1e6:,.0f} MHz" if clock_max_hz and clocks else " MHz" if clocks else ""
-    text = f"somebody limited the clocks of {gpu}{below}{most}"
+    most = f" of {clock_max_hz / 1e6:,.0f}" if clock_max_hz else ""
+    clock = "" if clock_hz is None else f" to {clock_hz / 1e6:,.0f}{most} MHz"
+    text = f"the clocks of {gpu} are limited{clock} ({SET_CLOCKS})"
     yield Check("GPU clocks", AMBER, text, "Run `nvidia-smi --reset-applications-clocks` if that was not intended.")
 
 
