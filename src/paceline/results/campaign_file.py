@@ -33,6 +33,8 @@ PLAN = "campaign.json"
 FRESH_S = 600.0
 # The end of a sample file that is read: enough for several steps, and fast enough to read every second.
 TAIL_BYTES = 4096
+# The same of a file of gauges: several readings of a host with eight GPUs.
+GAUGES_TAIL_BYTES = 1 << 15
 RECENT_STEPS = 5
 # With fewer requests finished, the start of the server would dominate the estimate.
 FEWEST_REQUESTS_RATIO = 0.1
@@ -189,7 +191,7 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
 def _recent_trust(run_dir: Path, spec: RunSpec) -> Trust | None:
     """The trust light over the last readings of the first host that wrote any."""
     for path in sorted(run_dir.glob("samples-gauges-*[0-9].jsonl"))[:1]:
-        found = [HostUsage.from_dict(row["usage"]) for row in _last_lines(path) if row.get("usage")]
+        found = [HostUsage.from_dict(row["usage"]) for row in _last_lines(path, GAUGES_TAIL_BYTES) if row.get("usage")]
         if len(found) > 1:
             elsewhere = spec.engine is not None and not spec.starts_servers
             is_cpu_run = spec.topology.device == "cpu"
@@ -201,12 +203,12 @@ def _recent_steps(path: Path) -> list[Mapping[str, Any]]:
     return [row for row in _last_lines(path) if row.get("kind") == "step"][-RECENT_STEPS:]
 
 
-def _last_lines(path: Path) -> list[Mapping[str, Any]]:
+def _last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[Mapping[str, Any]]:
     """The last few samples of a file that is being written; incomplete lines are ignored."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            begin = file.seek(max(0, size - TAIL_BYTES))
+            begin = file.seek(max(0, size - most_bytes))
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]
         return [json.loads(line) for line in lines]
     except (OSError, ValueError, RecursionError):

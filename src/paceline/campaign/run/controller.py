@@ -72,9 +72,8 @@ def campaign(
     store.require_free(directory)
     preflight(runs, out, retry, notify)
     ask_engines([spec for spec in runs if _is_left(spec, out, retry)])
-    if here := [spec for spec in specs if runs_here(spec) and _is_left(spec, out, retry)]:
-        devices = {spec.topology.device for spec in here}
-        notify(trust.before(uses_cpu="cpu" in devices, uses_gpu="cuda" in devices).line())
+    if left := [spec for spec in specs if _is_left(spec, out, retry)]:
+        notify(light_before(left))
     observer.begin(runs)
     statuses = []
     with store.exclusive(directory), closing(runs):
@@ -178,6 +177,14 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, notify: Notify) 
             raise RequestError(f"launcher {name}: {refusal}") from None
         finally:
             slow.cancel()
+
+
+def light_before(specs: Sequence[RunSpec]) -> str:
+    """One line: the trust light of this host, if these runs use it."""
+    devices = {spec.topology.device for spec in specs if runs_here(spec)}
+    if not devices:
+        return "trust: unknown before the first run: other hosts run it. They are graded during each run."
+    return trust.before(uses_cpu="cpu" in devices, uses_gpu="cuda" in devices).line()
 
 
 def ask_engines(specs: Sequence[RunSpec]) -> None:

@@ -18,9 +18,9 @@ def lines(report: Report) -> list[str]:
         ours = [run for run in graded if run.trust is not None and run.trust.level == level]
         if not ours:
             continue
-        were = "1 launch was" if len(ours) == 1 else f"{len(ours)} launches were"
+        were = f"{len(ours)} of {len(graded)} launches {'was' if len(ours) == 1 else 'were'} disturbed"
         effect = "expect wide or shifted intervals" if level == "red" else "small differences may be due to that"
-        found.append(f"Trust: {level}. {were} disturbed, of {len(graded)} graded: {effect}.")
+        found.append(f"Trust: {level}. {were}: {effect}.")
         found += [f"  {_named(run)}" for run in ours[:MOST_NAMED]]
         if len(ours) > MOST_NAMED:
             found.append(f"  and {len(ours) - MOST_NAMED} more, listed in report.json")
@@ -29,6 +29,6 @@ def lines(report: Report) -> list[str]:
 
 def _named(run: RunFinding) -> str:
     assert run.trust is not None
-    repeated = run.trust.repeated
-    times = f" (launched {repeated + 1} times, disturbed each time)" if repeated and run.trust.level == "red" else ""
-    return f"{run.run}: {'; '.join(run.trust.reasons)}{times}"
+    count = run.trust.repeated
+    repeats = f" (after {count} repeat{'' if count == 1 else 's'})" if count else ""
+    return f"{run.run}: {'; '.join(run.trust.reasons)}{repeats}"

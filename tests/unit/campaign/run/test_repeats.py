@@ -15,6 +15,7 @@ from paceline.contract import Job, JobState
 from paceline.errors import RequestError
 from paceline.experiment import plugins
 from paceline.experiment.spec import RunSpec
+from paceline.host import trust
 from paceline.report.tables.one_run import record_lines
 from paceline.results import store
 from paceline.results.records import CollectiveSample, GaugeSample, Status
@@ -152,6 +153,32 @@ def test_the_messages_name_the_run_and_the_reason(tmp_path: Path, spec: RunSpec,
         f"trust: red during {spec.run_id}: other processes used 1.0 of 2 cores. "
         "Stop them, or expect wide intervals. Launching it again (repeat 1 of 2)."
     ]
+
+
+@pytest.mark.parametrize(
+    ("here", "first"),
+    [
+        (True, "trust: amber: it is warm."),
+        (False, "trust: unknown before the first run: other hosts run it. They are graded during each run."),
+    ],
+)
+def test_one_line_comes_before_the_first_run(
+    tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch, here: bool, first: str
+) -> None:
+    monkeypatch.setattr(weather, "HERE", here, raising=False)
+    asked: list[dict[str, bool]] = []
+
+    def before(**uses: bool) -> trust.Trust:
+        asked.append(uses)
+        return trust.Trust((trust.Check("CPU temperature", trust.AMBER, "it is warm"),))
+
+    monkeypatch.setattr(trust, "before", before)
+    weather.script = [CALM]
+    messages: list[str] = []
+    for _ in range(2):
+        controller.campaign([spec], tmp_path, Watcher(), notify=messages.append)
+    assert messages == [first], "a campaign that has nothing left to run needs no light"
+    assert asked == ([{"uses_cpu": True, "uses_gpu": False}] if here else [])
 
 
 def test_an_interrupted_repeat_leaves_the_measurement(tmp_path: Path, spec: RunSpec, weather: Weather) -> None:
