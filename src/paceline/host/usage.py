@@ -72,6 +72,9 @@ class UsageReader:
         self._kernel = text_of(proc / "sys/kernel/random/boot_id")[:8] or None
         self._namespace = _namespace(proc)
         self._heat = list(_heat_counters(sys))
+        # Read once: a large host has a file for each of its cores. If they differ, the exception is of interest.
+        governors = {text_of(path) for path in sys.glob("devices/system/cpu/cpufreq/policy*/scaling_governor")}
+        self._governor = min(governors - {"performance", ""}, default="performance" if governors else None)
 
     def read(self) -> HostUsage:
         # Own seconds are read first: what runs between the two readings then counts as that of others, never as less
@@ -84,7 +87,6 @@ class UsageReader:
         quota = text_of(self._sys / "fs/cgroup/cpu.stat") or text_of(self._sys / "fs/cgroup/cpu/cpu.stat")
         limits = {name: int(value) for name, value in re.findall(r"^(nr_\w+) (\d+)$", quota, re.MULTILINE)}
         heat = [int(text) for path in self._heat if (text := text_of(path)).isdecimal()]
-        governors = {text_of(path) for path in self._sys.glob("devices/system/cpu/cpufreq/policy*/scaling_governor")}
         return HostUsage(
             at_s=time.time(),
             kernel=self._kernel,
@@ -99,8 +101,7 @@ class UsageReader:
             quota_periods=limits.get("nr_periods"),
             quota_limited=limits.get("nr_throttled"),
             heat_events=sum(heat) if heat else None,
-            # If cores differ, the one that is not `performance` is of interest.
-            governor=min(governors - {"performance", ""}, default="performance" if governors else None),
+            governor=self._governor,
         )
 
 

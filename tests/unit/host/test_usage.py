@@ -162,7 +162,8 @@ def test_a_reading_of_a_later_version_is_read() -> None:
 
 # --- this machine ---
 
-BURN_S = 0.3
+# The kernel counts in ticks, so a little less than what a process has really used.
+BURN_S, COUNTED_S = 0.4, 0.3
 BURN = f"""
 import time
 while time.process_time() < {BURN_S}: pass
@@ -173,7 +174,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_own_children_are_own_and_others_are_not() -> None:
-    """By CPU time that has been used for certain, whatever else this machine does."""
+    """By CPU time that was used for certain, whatever else this machine does."""
     own = OwnProcesses(os.getpid())
     before = own.seconds()
     child = subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE, text=True)
@@ -190,13 +191,13 @@ def test_own_children_are_own_and_others_are_not() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         deadline = time.monotonic() + 120
-        while sum(usage._stat(usage.PROC, stranger).ticks) * usage.TICK_S < BURN_S:  # type: ignore[union-attr]
+        while sum(usage._stat(usage.PROC, stranger).ticks) * usage.TICK_S < COUNTED_S:  # type: ignore[union-attr]
             assert time.monotonic() < deadline, "the busy process never ran"
             time.sleep(0.05)
         after = own.seconds()
         assert before is not None
         assert after is not None
-        assert after - before >= BURN_S - 2 * usage.TICK_S
+        assert after - before >= COUNTED_S
         assert child.pid in own.pids
         assert stranger not in own.pids
     finally:
