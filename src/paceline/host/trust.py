@@ -251,18 +251,17 @@ def _limit_checks(first: HostUsage, last: HostUsage) -> Iterator[Check]:
 
 def gpu_neighbours_check(gpu: str, neighbours: int | None, busy_before_ratio: float | None) -> Check:
     """Other processes on a GPU. busy_before_ratio: how busy it was before our ranks used it, as the driver says."""
-    is_busy = busy_before_ratio is not None and busy_before_ratio >= BUSY_GPU_RATIO
+    busy = busy_before_ratio or 0.0
+    is_busy = busy >= BUSY_GPU_RATIO
     fix = "End the processes that `nvidia-smi` lists, or choose another GPU with CUDA_VISIBLE_DEVICES."
     noun = "process" if neighbours == 1 else "processes"
     if neighbours and is_busy:
-        text = f"{neighbours} other {noun} kept {gpu} {_percent(busy_before_ratio)} busy"
+        text = f"{neighbours} other {noun} kept {gpu} {_percent(busy)} busy"
         return Check("GPU neighbours", RED, text, fix)
     if neighbours:
         return Check("GPU neighbours", AMBER, f"{neighbours} other {noun} on {gpu}", fix)
     if neighbours is None and is_busy:
-        return Check(
-            "GPU neighbours", AMBER, f"{gpu} was {_percent(busy_before_ratio)} busy before the run used it", fix
-        )
+        return Check("GPU neighbours", AMBER, f"{gpu} was {_percent(busy)} busy before the run used it", fix)
     if neighbours is None:
         return Check("GPU neighbours", UNKNOWN, f"the driver does not report the processes on {gpu}")
     return Check("GPU neighbours", GREEN, f"no other process on {gpu}")
