@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
 from paceline.results import store
 from paceline.results.records import Evidence, Outcome, Sample, Status, StepSample
+from paceline.training.instruments import collection_paused
 
 # A shell starts what it runs in the background deaf to Ctrl-C, which children inherit; those of tests are sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,6 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests run side by side: threads of several processes would wait for each other's turn on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# They are each other's busy neighbours too: without this, every run would be launched three times.
+os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0
@@ -122,6 +126,19 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[None]:
+    """The folder of the processes that fork ranks (see testbed/nursery.py). They live as long as pytest, whose workers
+    share them, and remove the folder at their end. Names of sockets must be short."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    owner = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"nursery-{run or owner}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NURSERY", str(folder))
+        patch.setenv("NURSERY_OWNER", str(owner))
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     """With `-n`, a file stays on one worker: campaigns of real processes are run once per file and shared."""
@@ -142,6 +159,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.snapshot_file_lock = True
     if config.getoption("update_snapshots", default=False):
         os.environ["PACELINE_UPDATE_GOLDEN"] = "1"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What tests import stays until the end: no garbage collection looks through it, half a second each for torch."""
+    with collection_paused():
+        yield
+    gc.freeze()
 
 
 @pytest.fixture

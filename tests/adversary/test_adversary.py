@@ -7,7 +7,6 @@ precision.
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PRECISIONS = ("fp32", "bf16")
 
 
-def free_ports() -> int:
-    """The first of many ports that are probably free: one that is, in a range that few programs use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return 20000 + int(probe.getsockname()[1]) % 9000
-
-
 def cases(precision: str, make: Callable[..., RunSpec]) -> dict[str, RunSpec]:
     common: dict[str, Any] = {
         "model": "tiny:layers=2,hidden=32",
@@ -123,16 +115,18 @@ def cases(precision: str, make: Callable[..., RunSpec]) -> dict[str, RunSpec]:
 
 @pytest.fixture(scope="session", params=PRECISIONS)
 def judged(
-    request: pytest.FixtureRequest, make_spec: Callable[..., RunSpec], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    make_spec: Callable[..., RunSpec],
+    tmp_path_factory: pytest.TempPathFactory,
+    environment: Callable[..., dict[str, str]],
+    nursery: None,
 ) -> tuple[dict[str, RunSpec], dict[str, Certificate]]:
     out: Path = tmp_path_factory.mktemp(f"adversary-{request.param}")
     specs = cases(request.param, make_spec)
     references = [dataclasses.replace(spec, experiment="test") for spec in references_of(list(specs.values())).values()]
-    port = free_ports()
-    folders = [store.create(out, spec) for spec in references]
-    records = ranks.run_all(out, folders, 1, port)
-    folders = [store.create(out, spec) for spec in specs.values()]
-    records += ranks.run_all(out, folders, 2, port + len(references))
+    records = []
+    for group in (references, specs.values()):
+        records += ranks.run_all(out, [store.create(out, spec) for spec in group], environment())
     broken = [f"{r.spec.run_id}: {r.error}" for r in records if r.status is not Status.OK]
     assert not broken, broken
     return specs, certify_all(records)

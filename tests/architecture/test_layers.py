@@ -6,6 +6,7 @@ Each test names every offender with its line, so one run shows all there is to f
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -98,12 +99,15 @@ def module_name(path: Path) -> str:
 
 
 SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
-
-
 PLUGINS = {
     f"{folder}.{name.replace('-', '_')}" for kind, folder in plugins.FOLDERS.items() for name in plugins.names(kind)
 }
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every source file, parsed when a test needs it: seconds that collecting tests shall not take in every worker."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 
 def imports(tree: ast.AST, deferred: bool = False, executed: bool = True) -> Iterator[Import]:
@@ -131,19 +135,22 @@ def own_module(dotted: str) -> str | None:
     return name
 
 
-EDGES = [
-    (module, target, item)
-    for module, tree in TREES.items()
-    for item in imports(tree)
-    if (target := own_module(item.name)) and target != module
-]
+@functools.cache
+def edges() -> list[tuple[str, str, Import]]:
+    """Every import of one module of ours by another: who imports, what, and how."""
+    return [
+        (module, target, item)
+        for module, tree in trees().items()
+        for item in imports(tree)
+        if (target := own_module(item.name)) and target != module
+    ]
 
 
 def upward(order: tuple[tuple[str, ...], ...], below: str = "") -> list[str]:
     """Imports between parts of one package (of the root by default) that do not go down."""
     floor = {name: -level for level, names in enumerate(order) for name in names}
     found = []
-    for module, target, item in EDGES:
+    for module, target, item in edges():
         if not module.startswith(below) or not target.startswith(below):
             continue
         importer, imported = module.removeprefix(below).split(".")[0], target.removeprefix(below).split(".")[0]
@@ -170,7 +177,7 @@ def test_parts_of_a_package_import_only_what_is_below_them() -> None:
 def test_no_import_cycle() -> None:
     """Tarjan's algorithm over all imports, lazy and type-checking ones included."""
     graph: dict[str, set[str]] = {module: set() for module in SOURCES}
-    for module, target, _ in EDGES:
+    for module, target, _ in edges():
         # A package's own __init__ is the plugin or the docstring of its parts, never a part of a cycle by itself.
         graph[module].add(target)
     index: dict[str, int] = {}
@@ -204,7 +211,7 @@ def test_plugins_of_one_kind_reach_another_only_through_the_registry() -> None:
     kind_of = {name: kind for kind in KINDS for name in SOURCES if f"{name}.".startswith(f"{kind}.")}
     assert not [
         f"{module}:{item.line} imports {target}"
-        for module, target, item in EDGES
+        for module, target, item in edges()
         if target in PLUGINS and module in kind_of and kind_of[module] != kind_of[target]
     ], "use experiment.plugins.load"
 
@@ -218,16 +225,20 @@ def test_analysis_reads_records_and_report_reads_findings() -> None:
     )
     assert not [
         f"{module}:{item.line} imports {target}"
-        for module, target, item in EDGES
+        for module, target, item in edges()
         for package, forbidden in never
         if module.startswith(package) and f"{target}.".startswith(f"{forbidden}.")
     ]
 
 
-EXECUTED: dict[str, list[str]] = {name: [] for name in SOURCES}
-for importer, imported, how in EDGES:
-    if how.executed and not how.deferred:
-        EXECUTED[importer].append(imported)
+@functools.cache
+def executed() -> dict[str, list[str]]:
+    """What each module imports as soon as it is imported itself."""
+    found: dict[str, list[str]] = {name: [] for name in SOURCES}
+    for importer, imported, how in edges():
+        if how.executed and not how.deferred:
+            found[importer].append(imported)
+    return found
 
 
 def eager_closure(module: str) -> set[str]:
@@ -240,7 +251,7 @@ def eager_closure(module: str) -> set[str]:
         seen.add(name)
         parts = name.split(".")
         pending += [".".join(parts[:n]) for n in range(1, len(parts))]
-        pending += EXECUTED[name]
+        pending += executed()[name]
     return seen
 
 
@@ -250,7 +261,7 @@ def test_what_every_verb_imports_stays_light() -> None:
     light = [name for name in SOURCES if name and (name in PLUGINS or not f"{name}.".startswith(ranks_only))]
     heavy = {
         name: {i.name.split(".")[0] for i in imports(tree) if i.executed and not i.deferred} & HEAVY
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
     }
     assert not [
         f"{module} -> {name} imports {package}"
@@ -268,7 +279,7 @@ def test_print_and_exit_live_in_the_command_line() -> None:
     programs = ("cli.", "workloads.worker.", "launchers.node.agent.", "launchers._warm.", "__main__.")
     found = {
         f"{module}: {name}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for name in calls(tree)
         if name in ("print", "sys.exit", "exit", "quit", "os._exit") and not f"{module}.".startswith(programs)
     }
@@ -282,7 +293,7 @@ def test_broad_excepts_are_the_documented_ones() -> None:
     documented.add("serving.client.on_demand")
     found = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler)
         and (
@@ -297,7 +308,7 @@ def test_every_package_says_what_it_holds() -> None:
     short = [
         name
         for name, path in SOURCES.items()
-        if path.name == "__init__.py" and len((ast.get_docstring(TREES[name]) or "").splitlines()) < 3
+        if path.name == "__init__.py" and len((ast.get_docstring(trees()[name]) or "").splitlines()) < 3
     ]
     assert not [name for name in short if name and "." not in name]
 
@@ -306,6 +317,6 @@ def test_a_program_starts_on_its_last_line() -> None:
     """What is defined below `if __name__ == "__main__"` does not exist yet while the program runs."""
     assert not [
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body[:-1])
     ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,16 +96,8 @@ def experiment_file() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery() -> Iterator[None]:
-    """Where forked ranks come from, for as long as pytest lives, whose workers share it; names of sockets must be
-    short. What comes from it clears it away."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    owner = os.getppid() if run else os.getpid()
-    folder = Path(tempfile.gettempdir()) / f"nursery-{run or owner}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NURSERY", str(folder))
-        patch.setenv("NURSERY_OWNER", str(owner))
-        yield
+def forked_ranks(nursery: None) -> None:
+    """Campaigns fork their ranks from the nursery."""
 
 
 @pytest.fixture(scope="session")

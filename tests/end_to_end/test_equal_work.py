@@ -31,9 +31,7 @@ TOKENS_PER_STEP = 8 * 32
 @pytest.fixture(scope="module")
 def equal(campaign: Callable[..., Any]) -> Any:
     matrix = [
-        {"strategy": [*STRATEGIES, SYNCS_ALWAYS]},
-        # Forked ranks save time; torchrun must be seen to prepare the same work.
-        {"strategy": [ZERO_3_GATHERS_TWICE], "launcher": ["local:warm=false"]},
+        {"strategy": [*STRATEGIES, *VARIANTS]},
         {"strategy": list(STRATEGIES), "processes": [1], "micro_batch": [8]},
         *({"strategy": [name], "checkpointing": [how]} for name, how in CHECKPOINTED.items()),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from paceline.experiment.choices import Choice
 from paceline.models.adapters import adapter_parameters
 from paceline.models.arithmetic import load
 
-pytestmark = pytest.mark.slow
-for package in ("transformers", "peft", "bitsandbytes"):
-    pytest.importorskip(package)
+PACKAGES = ("transformers", "peft", "bitsandbytes")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="pip install 'paceline[finetune]'"),
+]
 
 MODEL = "tiny-llama:layers=1,hidden=64"
 STRATEGIES = ("ddp", "fsdp2", "zero:stage=2")

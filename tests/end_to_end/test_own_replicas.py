@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.serving.engines import _server
 from paceline.serving.engines import deepspeed as engine
 from paceline.serving.engines import transformers as plain_engine
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
 
 SEAT = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
 TEXT = "the pace of a line is the pace of its slowest node"

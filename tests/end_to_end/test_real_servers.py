@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from paceline.results import store
 from paceline.results.records import RunRecord
 from paceline.serving.prompts import Prompt, open_prompts
 
-pytest.importorskip("transformers")
-pytest.importorskip("gguf")
-pytest.importorskip("xllamacpp")
+PACKAGES = ("transformers", "gguf", "xllamacpp")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="pip install 'paceline[dev,finetune]'")
 
 # More requests on one connection than llama.cpp takes before it closes it (100).
 FILE = """

@@ -19,21 +19,23 @@ pytestmark = pytest.mark.slow
 
 FORKED, TORCHRUN = "local", "local:warm=false"
 STRATEGIES = ("ddp", "zero:stage=3")
+# Starting torchrun takes longest. Campaigns on Slurm, SSH and Kubernetes certify DDP that it started.
+COMPARED = "zero:stage=3"
 
 
 @pytest.fixture(scope="module")
 def both(campaign: Callable[..., Any]) -> Any:
-    return campaign("both", {"strategy": list(STRATEGIES), "launcher": [FORKED, TORCHRUN]}, global_batch=4)
+    matrix = [{"strategy": list(STRATEGIES), "launcher": [FORKED]}, {"strategy": [COMPARED], "launcher": [TORCHRUN]}]
+    return campaign("both", matrix, global_batch=4)
 
 
 def losses(record: RunRecord) -> dict[tuple[int, int], tuple[float, float | None, int]]:
     return {(s.rank, s.step): (s.loss, s.grad_norm, s.data_digest) for s in record.steps}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_both_ways_of_starting_give_the_same_trajectory_and_certificate(both: Any, strategy: str) -> None:
+def test_both_ways_of_starting_give_the_same_trajectory_and_certificate(both: Any) -> None:
     assert both.code == 0, both.stdout + both.stderr
-    forked, started = (both.record(strategy, launcher=launcher) for launcher in (FORKED, TORCHRUN))
+    forked, started = (both.record(COMPARED, launcher=launcher) for launcher in (FORKED, TORCHRUN))
     assert losses(forked) == losses(started), "to the last bit"
     assert len(losses(forked)) == 2 * forked.spec.steps
     certificates = {c["run"]: c for c in both.report["certificates"]}
@@ -42,9 +44,9 @@ def test_both_ways_of_starting_give_the_same_trajectory_and_certificate(both: An
     assert forked.spec.cell != started.spec.cell
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [(FORKED, "forked"), (TORCHRUN, "torchrun")])
-def test_the_record_says_how_ranks_were_started(both: Any, launcher: str, ranks: str) -> None:
-    for strategy in STRATEGIES:
+def test_the_record_says_how_ranks_were_started(both: Any) -> None:
+    runs = [*((strategy, FORKED, "forked") for strategy in STRATEGIES), (COMPARED, TORCHRUN, "torchrun")]
+    for strategy, launcher, ranks in runs:
         record = both.record(strategy, launcher=launcher)
         assert store.read_json(Path(record.path) / store.JOB)["handle"]["ranks"] == ranks
         for outcome in record.outcomes:

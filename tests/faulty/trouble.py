@@ -72,4 +72,9 @@ def _sleep(_labels: Any) -> Any:
     time.sleep(10_000)
 
 
-TROUBLES = {"raise": _raise, "oom": _oom, "kill": _kill, "exit": _exit, "sleep": _sleep, "nan": lambda labels: labels}
+def _suspend(_labels: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+TROUBLES = {"raise": _raise, "oom": _oom, "kill": _kill, "exit": _exit, "sleep": _sleep, "suspend": _suspend}
+TROUBLES["nan"] = lambda labels: labels

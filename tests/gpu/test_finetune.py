@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
-for package in ("transformers", "peft", "bitsandbytes"):
-    pytest.importorskip(package)
+PACKAGES = ("transformers", "peft", "bitsandbytes")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="pip install 'paceline[finetune]'")
 
 EXPERIMENT = """
 name: tuned

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
-pytest.importorskip("transformers")
-
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 40, [1, 2]]
 ANSWER = 24
 

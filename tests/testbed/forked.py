@@ -8,6 +8,7 @@ because this launcher does not say that its ranks are HERE.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -16,6 +17,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from paceline.contract import Job
 from paceline.experiment.plugins import load
@@ -62,15 +64,43 @@ def import_for(kind: str) -> None:
 
 def bring_up(run_dir: Path, link: socket.socket) -> int:
     """All ranks of one run, from here to their end, or until nobody waits for them. Where FORKED_HOSTS names network
-    namespaces, each rank is on a host of its own."""
+    namespaces, each rank is on a host of its own. A file instead of a run folder lists many of them."""
     end_with_parent(signal.SIGKILL)
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    if run_dir.is_file():
+        folders = [Path(line) for line in run_dir.read_text().splitlines()]
+        processes = store.read_spec(folders[0]).topology.world_size
+        return _warm.supervise(run_dir, processes, link, lambda _: run_many(folders))
     hosts = os.environ.get("FORKED_HOSTS", "").split()
 
     def prepare_rank(rank: int) -> None:
         on_host(hosts, rank) if hosts else mortal.arm(rank, run_dir)
 
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
+
+
+def run_many(folders: list[Path]) -> NoReturn:
+    """Run these folders one after another in this rank, without a profile, which says nothing about equal work.
+
+    Every run has a process group of its own, and its own part of the store in which its ranks meet.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from paceline.workloads import pretrain, worker
+
+    pretrain.profile_steps = lambda *_: None
+    worker.probe = functools.cache(worker.probe)
+    init, rank, world_size = dist.init_process_group, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for number, folder in enumerate(folders):
+        store = dist.PrefixStore(str(number), shared)
+        dist.init_process_group = functools.partial(init, store=store, rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        worker.main(["worker", str(folder)])
+        if dist.is_initialized():  # the run failed
+            dist.destroy_process_group()
+    sys.exit(0)
 
 
 def on_host(hosts: list[str], rank: int) -> None:

@@ -20,7 +20,7 @@ from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, 
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, fabric, nodes
 from paceline.analysis.served import accuracy, curves, equal_work, measurements, mlperf_verdict, paired, verdicts
-from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, rules_of_thumb
+from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, rules_of_thumb, trust
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import Window, first_and_last_loss, open_window, step_table
@@ -144,6 +144,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
         goodput=window.goodput if window else None,
+        trust=trust.finding(record, window),
         traits=record.spec.traits,
     )
 

@@ -87,7 +87,7 @@ def _cell(old: Side, new: Side, origin: str, cell: str, family: int) -> CellRepr
     )
     return CellReproduction(
         cell=origin,
-        label=describe(before[0].spec),
+        label=describe(before[0]),
         verdict=judgement.verdict,
         reason=judgement.reason,
         metrics=judgement.metrics,

@@ -217,7 +217,7 @@ def _write(report: Report, exporters: Sequence[Exporter], source: Path) -> list[
 
 def show(arguments: argparse.Namespace) -> int:
     from paceline.analysis.served import verdicts
-    from paceline.analysis.training import memory
+    from paceline.analysis.training import memory, trust
     from paceline.analysis.training.certificate import certify_all
     from paceline.analysis.training.goodput import goodput
     from paceline.launchers.node import clock_offsets
@@ -237,7 +237,7 @@ def show(arguments: argparse.Namespace) -> int:
     record = store.read_run(arguments.run)
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     lines = [
-        *record_lines(record, certify_all(group).get(record.spec.run_id)),
+        *record_lines(record, certify_all(group).get(record.spec.run_id), trust.finding(record)),
         *served_lines(verdicts.loads_of_run(record), verdicts.replicas_of_run(record)),
     ]
     offsets = clock_offsets.read(arguments.run)

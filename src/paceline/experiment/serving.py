@@ -23,10 +23,13 @@ LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03), "search": (2.0, 0.1)
 PERCENTILE = 0.99
 # For a checkpoint with an architecture that Paceline has no formulas for.
 UNKNOWN_SHAPE = "not known"
-# Bounds of a reliable client: sending late, reading late after the kernel had the data, and CPU time.
+# Bounds of a reliable client: sending late, reading late after the kernel had the data, and CPU time. Up to a share of
+# the median TTFT a delay does not matter: sending late adds to the TTFT of every request, reading late only to that of
+# tokens that share a read with later ones.
 MOST_SCHEDULE_LAG_S = 1e-3
 MOST_SCHEDULE_LAG_OF_TTFT = 0.01
 MOST_READ_LAG_S = 5e-3
+MOST_READ_LAG_OF_TTFT = 0.05
 MOST_CPU_RATIO = 0.8
 # Share of the ceiling above which a reader is warned; only the bounds above make a client unreliable.
 MOST_CEILING_RATIO = 0.8

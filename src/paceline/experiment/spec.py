@@ -325,6 +325,11 @@ class RunSpec:
         """The model as tables name it: for a directory, its last path component and a digest of its content."""
         return _short_name(self.model, self.contents.get("model"))
 
+    def is_model(self, name: str) -> bool:
+        """Whether a server's name for its model is the requested one: directories and case do not count."""
+        last = [text.rstrip("/").rpartition("/")[2].casefold() for text in (name, self.model.name, self.model_text)]
+        return last[0] in last[1:]
+
     @property
     def data_text(self) -> str:
         return _short_name(self.training.data, self.contents.get("data"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host import machine, recommended
+from paceline.host import machine, recommended, trust
 
 GIB = 2**30
 PYTHON_NEEDED = (3, 11)
@@ -35,6 +35,7 @@ def checks(results: Path | str = "results", environ: Mapping[str, str] = os.envi
     return [
         *_package_checks(),
         *_gpu_checks(environ),
+        *_trust_checks(environ),
         *_network_checks(environ),
         *_environment_checks(environ),
         *_storage_checks(Path(results)),
@@ -103,6 +104,16 @@ def _driver_checks(host: machine.Machine, neighbours: list[int | None]) -> Itera
         yield Diagnosis("neighbours", None, "the driver does not report other processes on the GPU")
     else:
         yield Diagnosis("neighbours", True, "no other process on the GPU")
+
+
+def _trust_checks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """The trust light now: the checks that every run makes before it starts and while it is measured."""
+    with machine.nvml() as library:
+        uses_gpu = library is not None and bool(machine.visible(machine.host_uuids(library), environ))
+    answers = {trust.GREEN: True, trust.AMBER: None, trust.UNKNOWN: None, trust.RED: False}
+    for check in trust.before(uses_gpu=uses_gpu).checks:
+        fix = check.fix and check.fix[0].lower() + check.fix[1:].removesuffix(".")
+        yield Diagnosis(check.name, answers[check.level], check.text, fix)
 
 
 def _network_checks(environ: Mapping[str, str], root: Path = Path("/")) -> Iterator[Diagnosis]:

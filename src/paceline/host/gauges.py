@@ -11,13 +11,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.host import machine
 from paceline.host.files import text_of
+from paceline.host.usage import HostUsage, UsageReader
 
 # Bits of NVML's clock event reasons that mean the GPU runs below its maximum clock (nvml.h); idle is not one of them.
 THROTTLE_REASONS = {
@@ -34,6 +35,9 @@ THROTTLE_REASONS = {
 
 # Reasons that slow a run down; the others are clocks that somebody set or that follow another GPU.
 SLOWING_REASONS = frozenset(THROTTLE_REASONS[bit] for bit in (0x0004, 0x0008, 0x0020, 0x0040, 0x0080))
+# Of these, the ones that are no normal state: a data centre GPU under full load runs at its power cap.
+HEAT_REASONS = SLOWING_REASONS - {THROTTLE_REASONS[0x0004]}
+SET_CLOCKS = THROTTLE_REASONS[0x0002]
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -76,20 +80,22 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One reading of everything."""
+    """One reading of everything. usage: counters of the host and of a run's own processes, if they were asked for."""
 
     host: HostSample
     devices: tuple[DeviceSample, ...]
+    usage: HostUsage | None = None
 
 
 class Gauges:
     """Reads on demand while open. NVML is opened once, because opening it takes longer than a reading.
 
-    devices: how many of the visible GPUs to read, all by default; 0 does not open NVML.
+    devices: how many of the visible GPUs to read, all by default; 0 does not open NVML. marks: of the processes of the
+    run whose host is read (see `UsageReader`); None does not count processes.
     """
 
-    def __init__(self, devices: int | None = None) -> None:
-        self._devices = devices
+    def __init__(self, devices: int | None = None, marks: Sequence[str] | None = None) -> None:
+        self._devices, self._marks = devices, marks
 
     def __enter__(self) -> Gauges:
         self._open = contextlib.ExitStack()
@@ -97,6 +103,7 @@ class Gauges:
         self._handles = machine.handles(self._library)[: self._devices] if self._library else []
         self._busy: CoreSeconds | None = None
         self._packages = PackageEnergy()
+        self._usage = None if self._marks is None else UsageReader(self._marks)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,7 +128,7 @@ class Gauges:
             energy_j=self._packages.read_j(),
         )
         devices = (_device(self._library, index, handle) for index, handle in enumerate(self._handles))
-        return Snapshot(host=host, devices=tuple(devices))
+        return Snapshot(host=host, devices=tuple(devices), usage=self._usage.read() if self._usage else None)
 
 
 def read() -> Snapshot:
@@ -143,8 +150,9 @@ class Sampler:
         keep: int = 3600,
         devices: int | None = None,
         sink: Callable[[Snapshot], None] | None = None,
+        marks: Sequence[str] | None = None,
     ) -> None:
-        self.interval_s, self.devices, self.sink = interval_s, devices, sink
+        self.interval_s, self.devices, self.sink, self.marks = interval_s, devices, sink, marks
         self.failures = 0
         self._snapshots: deque[Snapshot] = deque(maxlen=keep)
         self._ended = threading.Event()
@@ -184,7 +192,7 @@ class Sampler:
         self.stop()
 
     def _run(self) -> None:
-        with Gauges(self.devices) as gauges:
+        with Gauges(self.devices, self.marks) as gauges:
             self._read(gauges)
             while not self._ended.wait(self.interval_s):
                 self._read(gauges)

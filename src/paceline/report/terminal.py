@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.analysis.findings import Report
 from paceline.report.sections import NOT_ON_TERMINAL, sections
 from paceline.report.tables.table import Cell, Table
+from paceline.report.text import trust
 
 if TYPE_CHECKING:
     import rich.table
@@ -20,11 +21,12 @@ _STYLES = {"good": "green", "bad": "red", "quiet": "dim", "code": "cyan"}
 
 
 def section_group(report: Report, *names: str) -> RenderableType | None:
-    """The tables of these sections, or of all that a terminal shows; None if there are none."""
+    """The tables of these sections, or of all that a terminal shows, below the trust light if something was disturbed;
+    None if there are none."""
     from rich.console import Group
     from rich.text import Text
 
-    found: list[RenderableType] = []
+    found: list[RenderableType] = [] if names else [Text(line, style="yellow") for line in trust.lines(report)]
     for section in sections(report):
         if section.name not in names if names else section.name in NOT_ON_TERMINAL:
             continue

@@ -23,6 +23,8 @@ from paceline.errors import PacelineError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import STAGED_SCENARIOS
 from paceline.experiment.spec import RunSpec
+from paceline.host.trust import Trust, usage_checks
+from paceline.host.usage import HostUsage
 from paceline.results import safe_text, store
 from paceline.results.records import Status
 
@@ -31,6 +33,8 @@ PLAN = "campaign.json"
 FRESH_S = 600.0
 # The end of a sample file that is read: enough for several steps, and fast enough to read every second.
 TAIL_BYTES = 4096
+# The same of a file of gauges: several readings of a host with eight GPUs.
+GAUGES_TAIL_BYTES = 1 << 15
 RECENT_STEPS = 5
 # With fewer requests finished, the start of the server would dominate the estimate.
 FEWEST_REQUESTS_RATIO = 0.1
@@ -111,7 +115,8 @@ class Pulse:
     """A run in progress: the position of the slowest rank, the last steps of rank 0, the highest memory of any rank.
 
     step counts from 0; steps is None for workloads without optimizer steps. Rates cover the last few steps and ignore
-    warm-up: they are for display only. note is free text of the workload. An inference run shows rank 0, which sends
+    warm-up: they are for display only. note is free text of the workload. trust is the light of the first host over the
+    last readings, None if there are not two. An inference run shows rank 0, which sends
     the requests; the other ranks only run replicas.
     """
 
@@ -125,6 +130,7 @@ class Pulse:
     loss: float | None
     peak_bytes: int | None
     note: str = ""
+    trust: Trust | None = None
 
     @property
     def steps(self) -> int | None:
@@ -178,20 +184,35 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         loss=losses[0] if losses else None,
         peak_bytes=max((p.peak_bytes for p in positions if p.peak_bytes is not None), default=None),
         note=behind.note,
+        trust=_recent_trust(run_dir, spec),
     )
 
 
+def _recent_trust(run_dir: Path, spec: RunSpec) -> Trust | None:
+    """The trust light over the last readings of the first host that wrote any."""
+    for path in sorted(run_dir.glob("samples-gauges-*[0-9].jsonl"))[:1]:
+        found = [HostUsage.from_dict(row["usage"]) for row in _last_lines(path, GAUGES_TAIL_BYTES) if row.get("usage")]
+        if len(found) > 1:
+            elsewhere = spec.engine is not None and not spec.starts_servers
+            is_cpu_run = spec.topology.device == "cpu"
+            return Trust(tuple(usage_checks(found[0], found[-1], is_cpu_run=is_cpu_run, serves_elsewhere=elsewhere)))
+    return None
+
+
 def _recent_steps(path: Path) -> list[Mapping[str, Any]]:
-    """The last few step samples of a file that is being written; incomplete lines are ignored."""
+    return [row for row in _last_lines(path) if row.get("kind") == "step"][-RECENT_STEPS:]
+
+
+def _last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[Mapping[str, Any]]:
+    """The last few samples of a file that is being written; incomplete lines are ignored."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            begin = file.seek(max(0, size - TAIL_BYTES))
+            begin = file.seek(max(0, size - most_bytes))
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]
-        rows = [json.loads(line) for line in lines]
+        return [json.loads(line) for line in lines]
     except (OSError, ValueError, RecursionError):
         return []
-    return [row for row in rows if row.get("kind") == "step"][-RECENT_STEPS:]
 
 
 # --- the time left ---

@@ -218,7 +218,8 @@ class GaugeSample:
 
     at_s is `time.time()` of that host; device is the CUDA index there. energy_j is a counter of which only differences
     are meaningful: for a GPU since its driver was loaded, for a host's processors since the first reading.
-    throttle_reasons are the driver's names, () if nothing throttles the GPU.
+    throttle_reasons are the driver's names, () if nothing throttles the GPU. usage are the fields of
+    `host.usage.HostUsage`, of a host only.
     """
 
     kind: ClassVar[str] = "gauge"
@@ -236,6 +237,7 @@ class GaugeSample:
     throttle_reasons: tuple[str, ...] | None = None
     cpu_ratio: float | None = None
     frequency_hz: float | None = None
+    usage: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +366,7 @@ class Outcome:
 class RunRecord:
     """A finished run, read back. For a restarted run, steps has the last measurement of each step and redone
     those that a later attempt repeated; attempts is empty if there was only one. lost_nodes were lost before the end,
-    and the run continued without them."""
+    and the run continued without them. repeated: how often it was launched again because its host was disturbed."""
 
     spec: RunSpec
     status: Status
@@ -401,6 +403,7 @@ class RunRecord:
     attempts: tuple[AttemptSample, ...] = ()
     redone: Sequence[StepSample] = ()
     lost_nodes: tuple[int, ...] = ()
+    repeated: int = 0
 
     @property
     def evidence(self) -> Evidence | None:
@@ -412,6 +415,25 @@ class RunRecord:
         """The dimensions of the model as the run recorded them, so that a changed table does not change its numbers."""
         recorded: Mapping[str, Any] = self.evidence.shape if self.evidence else {}
         return Shape(**recorded) if recorded else load_shape(self.spec.model)
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """The models as servers named them: in their answers, otherwise in their list. Empty if nothing was served."""
+        return tuple(dict.fromkeys(name for each in self.replicas for name in each.answered_as or (each.model,)))
+
+    @property
+    def other_model(self) -> str | None:
+        """What servers say they serve, if it is not the requested model; None if it is, or if nothing was served."""
+        others = [name for name in self.served_models if not self.spec.is_model(name)]
+        return ", ".join(self.served_models) if others else None
+
+    def axes(self) -> dict[str, Scalar]:
+        """The axes of the spec. A served model has the name that its server reports; requested_model is then the name
+        in the experiment, if the two differ."""
+        axes = self.spec.axes()
+        return (
+            axes if self.other_model is None else axes | {"model": self.other_model, "requested_model": axes["model"]}
+        )
 
     @property
     def is_reference(self) -> bool:

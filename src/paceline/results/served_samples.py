@@ -73,7 +73,8 @@ class StageSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSample:
     """One replica as its engine started or found it: host, version, devices and settings. died_ns: when the client
-    found it dead, None if it stayed alive. reassigned counts its samples that others took."""
+    found it dead, None if it stayed alive. reassigned counts its samples that others took. model is the name in
+    requests, which the server listed or the user gave; answered_as are the names in its answers, if it gives any."""
 
     kind: ClassVar[str] = "replica"
     rank: int
@@ -88,6 +89,7 @@ class ReplicaSample:
     died_ns: int | None = None
     reassigned: int = 0
     settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    answered_as: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ DIR/<experiment>/<run_id>/
   status.json         how it ended (controller, last): its existence means complete
   checkpoints/        the last two checkpoints; removed when the run ended ok
   samples-<rank>.<n>.jsonl, samples-attempts.jsonl, restarts/<n>/    lost attempts of this launch
-  attempts/<n>/       files of earlier, interrupted launches
+  attempts/<n>/       files of earlier launches: interrupted, or repeated because their trust light was red
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ JOB = "job.json"
 # The last part is a note: free text of the workload.
 _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
+EARLIER = "attempts"
 # Files of ranks besides samples and progress, moved aside so that they do not pass for those of a later attempt.
 LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
 # With fewer runs, starting processes takes longer than it saves.
@@ -78,17 +79,39 @@ def create(out: Path, spec: RunSpec) -> Path:
         raise RequestError(f"--out: cannot create a directory in {str(out)!r} ({error.strerror}).") from None
     # Nothing continues from these checkpoints, and they are large.
     shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
-    if left := [path for path in run_dir.iterdir() if path.name != "attempts"]:
-        attempts = run_dir / "attempts"
-        attempts.mkdir(exist_ok=True)
-        # Other names in there belong to users or to a scheduler.
-        known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
-        target = attempts / str(max(known, default=0) + 1)
-        target.mkdir()
-        for path in left:
-            path.rename(target / path.name)
+    set_aside(run_dir)
     write_json(run_dir / "spec.json", spec.to_dict())
     return run_dir
+
+
+def set_aside(run_dir: Path) -> None:
+    """Move the files of a launch to attempts/<n>, if there are any."""
+    if left := [path for path in run_dir.iterdir() if path.name != EARLIER]:
+        target = run_dir / EARLIER / str(last_set_aside(run_dir) + 1)
+        target.mkdir(parents=True)
+        for path in left:
+            path.rename(target / path.name)
+
+
+def last_set_aside(run_dir: Path) -> int:
+    """The number of the newest launch in attempts/, 0 if there is none."""
+    # Other names in there belong to users or to a scheduler.
+    return max((int(path.name) for path in run_dir.glob(f"{EARLIER}/*") if path.name.isdecimal()), default=0)
+
+
+def restore(run_dir: Path, number: int) -> None:
+    """Exchange the launch in the directory for an earlier one: attempts/<number>."""
+    set_aside(run_dir)
+    source = run_dir / EARLIER / str(number)
+    # The seal last: without it, the directory is not complete.
+    for path in sorted(source.iterdir(), key=lambda path: path.name == "status.json"):
+        path.rename(run_dir / path.name)
+    source.rmdir()
+
+
+def note_repeats(run_dir: Path, count: int) -> None:
+    """Add to the seal how often the run was launched again because of its trust light."""
+    write_json(run_dir / "status.json", {**read_json(run_dir / "status.json"), "repeated": count})
 
 
 def seal(
@@ -193,7 +216,8 @@ def read_run(run_dir: Path) -> RunRecord:
     status = read_json(run_dir / "status.json")
     try:
         record = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
-        return dataclasses.replace(record, lost_nodes=tuple(map(int, status.get("lost_nodes", ()))))
+        lost, repeated = tuple(map(int, status.get("lost_nodes", ()))), int(status.get("repeated", 0))
+        return dataclasses.replace(record, lost_nodes=lost, repeated=repeated)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
     except RequestError as error:

@@ -43,6 +43,12 @@ MODES = {
     "endless": "continues after the requested number of tokens",
     "terse": "no usage and no [DONE], only a finish reason",
     "short": "ends after half of the tokens, as if complete, without a finish reason or [DONE]",
+    "renamed": "answers name another model than /v1/models lists",
+    "announced": "a Content-Length of 100 bytes more than are sent before the connection closes",
+    "cut": "a chunked body without its last chunk before the connection closes",
+    "unmarked": "HTTP/1.0: the connection closes after the tokens, without a finish reason or [DONE]",
+    "excess": "more tokens after the announced Content-Length",
+    "whole": "one JSON object instead of a stream",
     "tail": "usage in an event after the last token",
     "refuse": "HTTP 429 with Retry-After for every other request",
     "fail": "HTTP 500 for every other request",
@@ -52,6 +58,10 @@ MODES = {
 }
 # Modes with a fast path, in which the number of streams is measured.
 STRAIGHT = ("plain", "clock")
+# Modes whose answer comes at once, when the first token is due; then the connection closes.
+CLOSED = ("announced", "cut", "unmarked", "excess", "whole")
+# The model in answers of the mode `renamed`.
+RENAMED = "another-model"
 RECEIVE_BYTES = 1 << 18
 # Tokens sent before new requests are read: a late token must not make others wait forever.
 SENDS_AT_ONCE = 256
@@ -312,6 +322,11 @@ class MockReplica:
     def _send_event(self, stream: Stream) -> bool:
         """Send one event in the way of the mode; whether more follow."""
         client, mode = stream.connection, self.latencies.mode
+        if mode in CLOSED:
+            # The last bytes before the connection closes.
+            self._put(client, whole_answer(mode, stream))
+            self._drop(client)
+            return False
         if stream.sent == 0:
             if mode == "slow-head":
                 for position in range(len(HEAD)):
@@ -355,7 +370,8 @@ class MockReplica:
 
     def _ending(self, stream: Stream) -> bytes:
         if self.latencies.mode != "terse":
-            return last_events(stream.sent, stream.prompt_tokens)
+            name = RENAMED if self.latencies.mode == "renamed" else self.latencies.model
+            return last_events(stream.sent, stream.prompt_tokens, name)
         choice: dict[str, Any] = {"index": 0, "delta": {}} if stream.chat else {"index": 0, "text": ""}
         choice["finish_reason"] = "length"
         return http_server.chunk(http_server.event({"id": "mock", "choices": [choice]})) + http_server.LAST_CHUNK
@@ -388,6 +404,27 @@ def prompt_tokens(request: dict[str, Any]) -> int:
     return sum(len(text.split()) for text in texts if isinstance(text, str))
 
 
+def whole_answer(mode: str, stream: Stream) -> bytes:
+    """An answer in one write, with what the mode gets wrong; a Content-Length unless the mode has none."""
+    words = [WORDS[number % len(WORDS)] for number in range(stream.total)]
+    tokens = b"".join(event_of(stream.chat, word) for word in words)
+    body = tokens + http_server.DONE
+    if mode == "cut":
+        return HEAD + http_server.chunk(body)
+    if mode == "unmarked":
+        return b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + tokens
+    if mode == "whole":
+        text = "".join(words)
+        choice = {"index": 0, "finish_reason": "length"} | (
+            {"message": {"role": "assistant", "content": text}} if stream.chat else {"text": text}
+        )
+        return http_server.answer(200, {"id": "mock", "choices": [choice]})
+    length = len(body) + 100 if mode == "announced" else len(body)
+    more = tokens if mode == "excess" else b""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % length
+    return head + body + more
+
+
 @cache
 def event_of(chat: bool, text: str, role: str | None = None) -> bytes:
     delta = {"role": role, "content": text} if role else {"content": text}
@@ -407,7 +444,7 @@ def timed_token(chat: bool) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def last_events(tokens: int, prompt: int) -> bytes:
+def last_events(tokens: int, prompt: int, model: str = "mock") -> bytes:
     usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": tokens + prompt}
-    last = json.dumps({"id": "mock", "choices": [], "usage": usage}).encode()
+    last = json.dumps({"id": "mock", "model": model, "choices": [], "usage": usage}).encode()
     return http_server.chunk(b"data: " + last + b"\n\n" + http_server.DONE) + http_server.LAST_CHUNK

@@ -219,14 +219,17 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
         def write(snapshot: Snapshot) -> None:
             file.write("".join(map(store.sample_line, gauge_samples(snapshot, seat.rank, host))))
 
-        with Sampler(1 / spec.telemetry_hz, keep=1, devices=gpus, sink=write):
+        # Ranks of this launch that are not relatives of this process, as under Ray, are known by one of these.
+        marks = (str(run_dir), spec.lineage or "")
+        with Sampler(1 / spec.telemetry_hz, keep=1, devices=gpus, sink=write, marks=marks):
             yield
 
 
 def gauge_samples(snapshot: Snapshot, rank: int, host: str) -> list[GaugeSample]:
     """One reading as samples: the host first, then each GPU."""
     recorded = {field.name for field in fields(GaugeSample)}
-    readings = [asdict(snapshot.host), *(asdict(device) for device in snapshot.devices)]
+    usage = None if snapshot.usage is None else asdict(snapshot.usage)
+    readings = [{**asdict(snapshot.host), "usage": usage}, *(asdict(device) for device in snapshot.devices)]
     return [
         GaugeSample(rank=rank, host=host, **{name: value for name, value in reading.items() if name in recorded})
         for reading in readings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.host import doctor, machine
+from paceline.host import doctor, machine, trust, usage
 
 if TYPE_CHECKING:
     from conftest import FakeNvml
@@ -17,6 +17,28 @@ if TYPE_CHECKING:
 
 def diagnoses(tmp_path: Path, environ: dict[str, str]) -> dict[str, doctor.Diagnosis]:
     return {d.name: d for d in doctor.checks(tmp_path / "results", environ)}
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> list[trust.Check]:
+    """The trust light that doctor sees: green, unless a test changes it. This machine may be busy with other tests."""
+    checks = [trust.Check(trust.OTHERS, trust.GREEN, "other processes used 0.0 of 2 cores")]
+    monkeypatch.setattr(trust, "before", lambda uses_gpu: trust.Trust(tuple(checks)))
+    return checks
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_busy_machine_is_named_with_its_neighbours(tmp_path: Path, light: list[trust.Check]) -> None:
+    light[:] = trust.usage_checks(
+        usage.HostUsage(at_s=0.0, cores=2, total_s=0.0, busy_s=0.0, own_s=0.0, steal_s=0.0, governor="powersave"),
+        usage.HostUsage(at_s=1.0, cores=2, total_s=2.0, busy_s=0.92, own_s=0.0, steal_s=0.0, governor="powersave"),
+    )
+    found = diagnoses(tmp_path, {})
+    assert found["other processes"] == doctor.Diagnosis(
+        "other processes", False, "other processes used 0.9 of 2 cores", "stop them, or expect wide intervals"
+    )
+    assert (found["steal"].ok, found["steal"].fix) == (True, None)
+    assert (found["governor"].ok, found["governor"].fix) == (None, "run `cpupower frequency-set -g performance`")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -22,7 +22,7 @@ from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.results import campaign_file, store
 from paceline.results.campaign_file import EndedRun, PlannedRun, forecast_s
-from paceline.results.records import Status
+from paceline.results.records import GaugeSample, Status
 
 Make = Callable[..., Any]
 
@@ -153,6 +153,29 @@ def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(
     assert "40" in text
     assert "256" in text
     assert "5.00" in text
+
+
+def test_the_trust_light_of_the_last_readings_is_shown(tmp_path: Path, make_spec: Make) -> None:
+    spec = make_spec("ddp")
+    run_dir = store.create(tmp_path, spec)
+    store.ProgressFile(run_dir, 0).mark(0, "setup")
+
+    def shown(*busy_cores: float) -> str:
+        lines, busy_s = [], 0.0
+        for at, cores in enumerate(busy_cores):
+            usage = {"at_s": float(at), "cores": 2, "total_s": 2.0 * at, "busy_s": busy_s, "own_s": 0.0}
+            lines.append(store.sample_line(GaugeSample(rank=0, host="a", at_s=float(at), usage=usage)))
+            busy_s += cores
+        (run_dir / "samples-gauges-0.jsonl").write_text("".join(lines) + '{"kind": "gau')
+        pulse = campaign_file.read_pulse(run_dir, spec, store.read_progress(run_dir))
+        assert pulse is not None
+        return pulse_text(pulse)
+
+    assert "trust" not in shown(0.0)
+    assert shown(0.0, 0.0, 0.0).endswith(", trust green")
+    assert shown(0.9, 0.9, 0.0).endswith(", trust red: other processes used 0.9 of 2 cores")
+    # Only what is recent: the file keeps the whole run.
+    assert shown(*[2.0] * 50, *[0.0] * 150).endswith(", trust green")
 
 
 def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make, golden: object) -> None:

@@ -100,6 +100,19 @@ def test_a_fresh_attempt_sets_the_earlier_ones_aside(tmp_path: Path, spec: RunSp
     assert store.run_dirs(tmp_path) == [run_dir], "attempts are not runs"
 
 
+def test_an_earlier_launch_can_take_its_place_again(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    for status, error in ((Status.OK, None), (Status.FAILED, "later")):
+        run_dir = make_run(tmp_path, spec, status, error)
+    store.restore(run_dir, 1)
+    store.note_repeats(run_dir, 1)
+    record = store.read_run(run_dir)
+    assert (record.status, record.error, record.repeated, len(record.steps)) == (Status.OK, None, 1, 8)
+    assert [path.name for path in (run_dir / "attempts").iterdir()] == ["2"]
+    assert json.loads((run_dir / "attempts/2/status.json").read_text())["error"] == "later"
+    # A run that was launched once has no such key.
+    assert "repeated" not in json.loads((run_dir / "attempts/2/status.json").read_text())
+
+
 def test_a_last_line_cut_short_is_dropped(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
     run_dir = make_run(tmp_path, spec)
     path = run_dir / "samples-0.jsonl"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-for package in ("transformers", "peft", "bitsandbytes"):
-    pytest.importorskip(package)
 
 from paceline.errors import MissingPackageError, UnsupportedError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
@@ -23,6 +22,8 @@ from paceline.training.data.packing import IGNORED_LABEL  # noqa: E402
 from paceline.training.instruments import digest_parameters  # noqa: E402
 from paceline.training.strategies._torch import whole_weights  # noqa: E402
 
+PACKAGES = ("transformers", "peft", "bitsandbytes")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="pip install 'paceline[finetune]'")
 LENGTH, VOCAB = 12, 256
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from paceline.contract import Seat
 from paceline.errors import InvalidRunError, MissingPackageError, RequestError, UnsupportedError
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
+from paceline.host.usage import HostUsage
 from paceline.results import store
 from paceline.results.records import Status
 from paceline.results.samples import read_samples
@@ -182,6 +184,8 @@ def test_the_first_rank_of_a_host_leaves_gauges_from_set_up_to_the_end(tmp_path:
     assert (first.kind, first.rank, first.host, first.device) == ("gauge", 2, socket.gethostname(), None)
     assert first.memory_used_bytes > 0
     assert first.at_s <= last.at_s
+    assert 0 < first.usage["own_s"] <= last.usage["own_s"] < last.usage["busy_s"]
+    assert HostUsage.from_dict(last.usage).cores == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.usefixtures("no_gpu")

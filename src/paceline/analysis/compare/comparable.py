@@ -126,13 +126,13 @@ def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     """Runs by cell. References and probes are not compared."""
     certificates = certify_all(records)
     ours = [r for r in records if not r.is_reference and not r.spec.traits.probes_limit]
-    named = untitled_axes([r.spec.axes() for r in ours])
-    judged = (Judged(r, describe(r.spec, named), *status_of(r, certificates.get(r.spec.run_id))) for r in ours)
+    named = untitled_axes([r.axes() for r in ours])
+    judged = (Judged(r, describe(r, named), *status_of(r, certificates.get(r.spec.run_id))) for r in ours)
     return grouped(judged, lambda run: run.record.spec.cell)
 
 
-def describe(spec: RunSpec, named: Iterable[str] = ()) -> str:
-    title = title_of(spec.axes(), named)
+def describe(record: RunRecord, named: Iterable[str] = ()) -> str:
+    title, spec = title_of(record.axes(), named), record.spec
     return title if spec.is_certified else f"{spec.workload.name}, {title}"
 
 

@@ -47,17 +47,18 @@ def analyse(
     """
     trained = _grouped(((w.record, w) for w in windows if len(w.steps)), fewest)
     answered = _grouped(((record, record) for record in asked), fewest)
-    named = untitled_axes([each[0].record.spec.axes() for each in trained] + [r[0].spec.axes() for r in answered])
+    named = untitled_axes([each[0].record.spec.axes() for each in trained] + [r[0].axes() for r in answered])
     series = (s for found in trained for s in _cell(found, fewest, named))
     return (*series, *(s for found in answered for s in _served_cell(found, fewest, named)))
 
 
 def _grouped(launches: Iterable[tuple[RunRecord, T]], fewest: int) -> list[list[T]]:
-    """Launches by cell and kind of device."""
+    """Launches by cell, kind of device and served model."""
     groups: defaultdict[tuple[object, ...], dict[tuple[str, float], T]] = defaultdict(dict)
     for record, launch in launches:
         # A copied folder contains the same launch again.
-        groups[record.spec.cell, device_of(record)][record.spec.run_id, record.started_at] = launch
+        # Another model behind the same address is another series.
+        groups[record.spec.cell, device_of(record), record.other_model][record.spec.run_id, record.started_at] = launch
     return [list(found.values()) for found in groups.values() if len(found) >= fewest]
 
 
@@ -188,8 +189,8 @@ def _series(
         unit=unit,
         better=better,
         cell=spec.cell,
-        label=", ".join(filter(None, (title_of(spec.axes(), named), load))),
-        axes=axes or spec.axes(),
+        label=", ".join(filter(None, (title_of(records[0].axes(), named), load))),
+        axes=axes or records[0].axes(),
         points=tuple(
             HistoryPoint(
                 run=record.spec.run_id,

@@ -59,7 +59,7 @@ class Recomputed(NamedTuple):
 
 def axes_of(record: RunRecord) -> dict[str, Scalar]:
     """The axes of a run; for a claimed one only those that its source states."""
-    axes = record.spec.axes()
+    axes = record.axes()
     return axes if record.status is not Status.CLAIMED else {name: axes[name] for name in _STATED}
 
 

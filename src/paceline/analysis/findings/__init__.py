@@ -59,6 +59,7 @@ from paceline.analysis.findings.training import (
     Comparison,
     FrontierPoint,
     Goodput,
+    LaunchTrust,
     LeftOut,
     Measurement,
     MemoryAdvice,

@@ -66,7 +66,8 @@ class ServedVerdict:
 
     is_believed says whether the numbers are accepted: missed limits are a result about the server, while a late client
     or uncounted failures make the numbers unreliable. Rejected numbers are shown but used nowhere else. fails says that
-    the load was requested by name and rejected, so the exit code must report it.
+    the load was requested by name and rejected, so the exit code must report it. advice says what to do next if it is
+    not VALID.
     """
 
     cell: str
@@ -85,6 +86,7 @@ class ServedVerdict:
     ceiling: CeilingUse | None = None
     is_believed: bool = True
     fails: bool = False
+    advice: tuple[str, ...] = ()
 
     @property
     def is_valid(self) -> bool:
@@ -202,6 +204,7 @@ class LoadOfRun:
     reasons: tuple[str, ...]
     latencies: Mapping[str, tuple[float | None, float | None]]
     few: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:

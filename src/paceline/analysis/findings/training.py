@@ -267,11 +267,24 @@ def _times(count: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchTrust:
+    """The trust light of a launch over its measured window: green, amber or red, and what disturbed it.
+
+    repeated: how many launches before this one were red and repeated; their files are in attempts/ of the run.
+    """
+
+    level: str
+    reasons: tuple[str, ...] = ()
+    repeated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
     """One run as the report lists it: how it ended, and what a reader should know before trusting it.
 
     device_name is the kind of GPU or processor; None if no machine was recorded. throttled_steps are measured steps
     while a GPU was throttled; None if no GPU reported it. goodput is None for a run without restart and checkpoint.
+    trust is None if the load of its hosts was not recorded, and for runs whose speed is not measured.
     """
 
     run: str
@@ -291,6 +304,7 @@ class RunFinding:
     device_name: str | None = None
     throttled_steps: int | None = None
     goodput: Goodput | None = None
+    trust: LaunchTrust | None = None
     traits: Traits = field(default_factory=Traits, metadata={"exported": False})
 
     @property

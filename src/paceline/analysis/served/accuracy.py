@@ -66,7 +66,7 @@ def _accuracy(records: Sequence[RunRecord]) -> Accuracy | None:
     verdict = (PASSED if all(t.ok for t in targets) else FAILED) if targets else SMOKE
     return Accuracy(
         cell=records[0].spec.cell,
-        axes=records[0].spec.axes(),
+        axes=records[0].axes(),
         scored=len({one.sample for one in scored}),
         scores=tuple(_measured(records, scored)),
         targets=targets,
@@ -129,7 +129,7 @@ def _measured(records: Sequence[RunRecord], scored: Sequence[Scored], replica: i
                 high=bounds[1],
                 n=count,
                 launches=len(records),
-                axes={**spec.axes(), **own},
+                axes={**records[0].axes(), **own},
                 runs=tuple(record.spec.run_id for record in records),
             )
         )

@@ -29,15 +29,8 @@ from paceline.analysis.served.loads import Served
 from paceline.analysis.served.measurements import NS
 from paceline.analysis.served.token_times import first_token_ns
 from paceline.analysis.statistics.intervals import Bounded
-from paceline.experiment.serving import (
-    MOST_CPU_RATIO,
-    MOST_READ_LAG_S,
-    MOST_SCHEDULE_LAG_OF_TTFT,
-    MOST_SCHEDULE_LAG_S,
-    OPEN,
-    SCENARIOS,
-    Serving,
-)
+from paceline.experiment.serving import MOST_CPU_RATIO, OPEN, SCENARIOS, Serving
+from paceline.results import client_audit
 from paceline.results.records import RunRecord, Status
 from paceline.results.served_samples import RequestSample
 
@@ -108,7 +101,7 @@ def _trace(record: RunRecord, is_believed: bool) -> ServedTrace:
     return ServedTrace(
         run=record.spec.run_id,
         cell=record.spec.cell,
-        axes=record.spec.axes(),
+        axes=record.axes(),
         scenario=record.spec.serving.scenario,
         wall_s=wall,
         seconds=_middles(edges),
@@ -258,7 +251,7 @@ def _served_load(load: Served, reliable: Container[str]) -> ServedLoad:
         spreads.append(spread(name, values, limits.get(f"{name}_s"), latency_bounds.of_answers(load, quantity, QUOTED)))
     return ServedLoad(
         cell=load.cell,
-        axes=load.spec.axes(),
+        axes=load.stretches[0].record.axes(),
         runs=load.runs,
         scenario=load.serving.scenario,
         rate_per_s=load.rate_per_s,
@@ -286,13 +279,13 @@ def _audit(cell: Launches) -> ClientAudit:
     is_open = any(_serving(r).scenario in OPEN or any(s.rate_per_s is not None for s in r.stages) for r in cell)
     return ClientAudit(
         cell=spec.cell,
-        axes=spec.axes(),
+        axes=cell[0].axes(),
         runs=tuple(record.spec.run_id for record in cell),
         processes=len({(client.rank, client.shard) for client in clients}),
         schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if is_open else None,
         schedule_bound_s=min(map(_schedule_bound_s, cell)),
         read_lag_s=_worst(c.read_lag_p99_ns for c in clients),
-        read_bound_s=MOST_READ_LAG_S,
+        read_bound_s=min(map(_read_bound_s, cell)),
         cpu_ratio=max((c.cpu_s / c.wall_s for c in clients if c.wall_s > 0), default=None),
         cpu_bound_ratio=MOST_CPU_RATIO,
         clock_drift_s=_worst(abs(c.clock_drift_ns) for c in clients),
@@ -302,8 +295,15 @@ def _audit(cell: Launches) -> ClientAudit:
 
 
 def _schedule_bound_s(record: RunRecord) -> float:
-    first = [value for request in record.requests if (value := measurements.ttft_s(request)) is not None]
-    return max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
+    return client_audit.schedule_bound_s(_median_ttft_s(record))
+
+
+def _read_bound_s(record: RunRecord) -> float:
+    return client_audit.read_bound_s(_median_ttft_s(record))
+
+
+def _median_ttft_s(record: RunRecord) -> float | None:
+    return client_audit.median([s for request in record.requests if (s := measurements.ttft_s(request)) is not None])
 
 
 def _worst(lags_ns: Iterable[float | None]) -> float | None:

@@ -62,7 +62,7 @@ def _requested(records: Sequence[RunRecord]) -> dict[str, str]:
     reported = {str(s.settings["dtype"]) for r in records for s in r.replicas if s.settings.get("dtype")}
     dtypes = sorted({DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch.")) for name in reported})
     return {
-        "model": spec.model_text,
+        "model": records[0].other_model or spec.model_text,
         "precision": spec.training.precision.compute,
         "data": spec.data_text,
         "seed": str(spec.seed),

@@ -240,7 +240,7 @@ class Served:
 
     def axes(self) -> dict[str, Scalar]:
         """The axes of the cell; for a sweep or a search also the load and its stage."""
-        axes = self.spec.axes()
+        axes = self.stretches[0].record.axes()
         if self.load is None:
             return axes
         stage = min((s.stage.stage for s in self.stretches if s.stage), default=None)

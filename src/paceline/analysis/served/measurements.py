@@ -196,11 +196,6 @@ def measurement(
 # --- is it reliable ---
 
 
-def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
-    """Why the client itself may have limited the result."""
-    return [f"{CLIENT}: {text}" for text in client_audit.reasons(client_facts(clients, requests, scenario in OPEN))]
-
-
 def client_facts(
     clients: Sequence[ClientSample], requests: Sequence[RequestSample], is_open: bool
 ) -> client_audit.ClientFacts:
@@ -301,14 +296,35 @@ def load_problems(served: Served) -> list[str]:
 
 def unreliable_client(served: Served) -> list[str]:
     """Problems of the client in any launch of this load; other loads of these launches do not matter."""
-    problems: dict[str, None] = {}
+    reasons = (f"{CLIENT}: {text}" for facts in _audited(served) for text in client_audit.reasons(facts))
+    return list(dict.fromkeys(reasons))
+
+
+def _audited(served: Served) -> Iterator[client_audit.ClientFacts]:
+    """What the client recorded about itself in each launch of the load."""
     for stretch in served.stretches:
         # Without client samples, only the requests themselves can show what the client lacked.
         if stretch.clients or any(map(is_lacking, stretch.requests)):
             scheduled = stretch.stage is not None and is_scheduled(stretch.stage.scenario, stretch.stage.rate_per_s)
-            scenario = OPEN[0] if scheduled else served.serving.scenario
-            problems |= dict.fromkeys(client_problems(stretch.clients, stretch.requests, scenario))
-    return list(problems)
+            yield client_facts(stretch.clients, stretch.requests, scheduled or served.serving.scenario in OPEN)
+
+
+def advice(served: Served) -> list[str]:
+    """What to do next about a load that does not count; empty if it does."""
+    steps = [what for facts in _audited(served) for what in client_audit.advice(facts)]
+    run = served.runs[0]
+    if failure_problems(served):
+        steps.append(f"`paceline show {run}` names each error; fix the server, or set limits that count failures")
+    if served.has_limits and early_stopping.late_allowed(len(served.requests), PERCENTILE) is None:
+        least = early_stopping.requests_needed(1, PERCENTILE)
+        steps.append(f"send more requests (`--set requests={least}` allows one late request)")
+    elif rule_problems(served):
+        steps.append("lower the rate or concurrency; `paceline run inference-search` finds the highest rate")
+    if duration_problems(served):
+        steps.append("raise `requests`, so that the load lasts as long as `least_s`")
+    if any(map(run_problems, served.records)):
+        steps.append(f"`paceline show {run}`, the server's log, then repeat the run")
+    return list(dict.fromkeys(steps))
 
 
 def reliable_loads(records: Sequence[RunRecord]) -> list[Served]:

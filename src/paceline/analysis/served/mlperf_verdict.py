@@ -43,7 +43,7 @@ def _verdict(record: RunRecord, sample: LoadgenSample) -> LoadgenVerdict:
         ours=ours,
         agrees=agrees,
         text=f"both say {ours.verdict}" if agrees else differ,
-        axes=record.spec.axes(),
+        axes=record.axes(),
         label=label_of(load),
     )
 

@@ -30,6 +30,8 @@ from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE
 from paceline.results.records import RunRecord, Status
 from paceline.serving import early_stopping
 
+ACCURACY_ADVICE = "check precision, quantisation and the prompt form of the server: its answers are not accurate enough"
+
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     """The report with verdicts, replica gains and extrapolations. records are in the order of the report's runs;
@@ -108,11 +110,14 @@ def verdict_of(
         ceiling=client_share.use_of(served),
         is_believed=not doubts,
         fails=bool(doubts) and not served.is_tried,
+        advice=(*(measured.advice(served) if reasons else ()), *((ACCURACY_ADVICE,) if failed else ())),
     )
 
 
 def _notes(records: Sequence[RunRecord]) -> Iterator[str]:
-    """One for each model of unknown architecture, or whose server counts other prompt tokens than it was sent."""
+    """One for each server that serves another model than requested, model of unknown architecture, or server that
+    counts other prompt tokens than it was sent."""
+    yield from _other_models(records)
     unknown = (r.spec.model_text for r in records if r.evidence and r.evidence.settings.get("shape") == UNKNOWN_SHAPE)
     for model in dict.fromkeys(unknown):
         yield f"the architecture of {model} is {UNKNOWN_SHAPE}: parameters, FLOPs and memory bounds are missing"
@@ -127,6 +132,21 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[str]:
                 f"{len(wrong):,} of {len(counted):,} answers ({first.prompt_tokens:,} instead of {first.sent_ids:,}): "
                 "prompt tokens/s use its count"
             )
+
+
+def _other_models(records: Sequence[RunRecord]) -> Iterator[str]:
+    """What servers say they serve where the experiment requested another model, and cells that mix models."""
+    for (served, requested), ours in grouped(records, lambda r: (r.other_model, r.spec.model_text)).items():
+        if served is None:
+            continue
+        words = f"the server says that it serves {served}, but the experiment requested {requested}"
+        is_random = any(request.sent_ids is not None for record in ours for request in record.requests)
+        prompts = f"; random prompts use the vocabulary of {requested}" if is_random else ""
+        yield f"{words}: all numbers are of {served}, and none uses the shape of {requested}{prompts}"
+    for cell in grouped(records, lambda record: record.spec.cell).values():
+        models = list(dict.fromkeys(", ".join(record.served_models) for record in cell if record.served_models))
+        if len(models) > 1:
+            yield f"the served model changed between launches of one cell ({' | '.join(models)}): they are merged here"
 
 
 # --- one run ---
@@ -160,6 +180,7 @@ def _load_of_run(served: Served) -> LoadOfRun:
         late=verdict.late,
         verdict=verdict.verdict,
         reasons=verdict.reasons,
+        advice=verdict.advice,
         latencies=latencies,
         few=tuple(text for text in missing if text) if served.answered else (),
     )
@@ -171,7 +192,7 @@ def replicas_of_run(record: RunRecord) -> list[ReplicaOfRun]:
         ReplicaOfRun(
             replica=each.replica,
             host=each.host,
-            model=each.model,
+            model=", ".join(each.answered_as or (each.model,)),
             requests=sum(request.replica == each.replica for request in record.requests),
             failed=sum(request.replica == each.replica and request.error is not None for request in record.requests),
             died_s=None if each.died_ns is None else each.died_ns / NS,

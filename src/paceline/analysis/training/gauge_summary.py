@@ -59,14 +59,19 @@ def watched(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> list
     for record in records:
         cuda = record.spec.topology.device == "cuda"
         opened = windows.get(record.spec.run_id)
-        # From the start of the first load of an inference run to the end of its last, by the client's clock.
-        ends = [stage.began_at_s + (stage.ended_ns - stage.started_ns) * 1e-9 for stage in record.stages]
-        loads = (min(stage.began_at_s for stage in record.stages), max(ends)) if ends else None
         for source, samples in gauges.sources(record).items():
             if (source.device is not None) == cuda:
-                span = gauges.window_of(record, source.rank, opened.measured) if opened else loads
-                found.append(Watched(record, source, samples, span))
+                found.append(Watched(record, source, samples, measured_span(record, source.rank, opened)))
     return found
+
+
+def measured_span(record: RunRecord, rank: int, window: Window | None) -> tuple[float, float] | None:
+    """When the run was measured, by the clock of the rank's host: its steps after warm-up, or from the start of the
+    first load of an inference run to the end of its last. None for other runs."""
+    if window is not None:
+        return gauges.window_of(record, rank, window.measured)
+    ends = [stage.began_at_s + (stage.ended_ns - stage.started_ns) * 1e-9 for stage in record.stages]
+    return (min(stage.began_at_s for stage in record.stages), max(ends)) if ends else None
 
 
 # --- usual state ---

@@ -35,8 +35,8 @@ def title(spec: RunSpec) -> str:
 
 
 def pulse_text(pulse: Pulse) -> str:
-    """`step 12 of 40, backward, 12,345 tokens/s, peak 1.20 GiB, loss 5.123`, or a note of the workload (`412 of 662
-    needed, 1 late`); unknown values are left out."""
+    """`step 12 of 40, backward, 12,345 tokens/s, peak 1.20 GiB, loss 5.123, trust green`, or a note of the workload
+    (`412 of 662 needed, 1 late`); unknown values are left out."""
     step = f"step {min(pulse.step + 1, pulse.steps)} of {pulse.steps}" if pulse.steps else None
     rate = pulse.tokens_per_s
     parts = (
@@ -45,6 +45,7 @@ def pulse_text(pulse: Pulse) -> str:
         None if rate is None else f"{rate:,.0f} tokens/s",
         None if pulse.peak_bytes is None else f"peak {pulse.peak_bytes / GIB:.2f} GiB",
         None if pulse.loss is None else f"loss {pulse.loss:.3f}",
+        None if pulse.trust is None else pulse.trust.brief,
     )
     return ", ".join(filter(None, parts))
 

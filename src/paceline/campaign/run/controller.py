@@ -1,7 +1,8 @@
 """The controller: the story of a campaign and of each run in it.
 
     campaign ── references, preflight, plan file ── for each run: execute
-    execute  ── check ── adopt or begin ── attempts (`supervision`) ── advise if out of memory ── verdict ── seal
+    execute  ── launch_once ── again if its trust light is red
+    launch_once ── check ── adopt or begin ── attempts (`supervision`) ── advise if out of memory ── verdict ── seal
 
 Resuming a campaign means skipping the runs that are sealed.
 """
@@ -24,6 +25,7 @@ from paceline.analysis.compare import comparable
 from paceline.analysis.compare.precision import precision_of
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
+from paceline.analysis.training.trust import launch_trust
 from paceline.campaign.run import supervision
 from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
@@ -32,6 +34,7 @@ from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedEr
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, Topology, WarmUp
+from paceline.host import trust
 from paceline.results import attempts, capsule, store
 from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status
@@ -44,6 +47,8 @@ FEW_STEPS = 20
 VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Most tokens in a micro batch of a reference: the uncompiled loss keeps their logits in fp32 several times.
 REFERENCE_TOKENS = 8192
+# A disturbance that lasts through three launches will not end soon.
+RED_REPEATS = 2
 # The user is notified when an engine takes longer to say whether it can take the runs.
 SLOW_S = 3.0
 Notify = Callable[[str], None]
@@ -74,6 +79,8 @@ def campaign(
     store.require_free(directory)
     preflight(runs, out, retry, notify)
     ask_engines([spec for spec in runs if _is_left(spec, out, retry)])
+    if left := [spec for spec in specs if _is_left(spec, out, retry)]:
+        notify(light_before(left))
     observer.begin(runs)
     statuses: list[Status] = []
     rule = None if stopping is None else stopping.text
@@ -83,7 +90,7 @@ def campaign(
         series = [requested]
         for spec in series:
             sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-            status, error = sealed or execute(spec, out, observer, references.get(spec.work))
+            status, error = sealed or execute(spec, out, observer, references.get(spec.work), notify)
             observer.ended(spec, status, error, sealed is not None)
             statuses.append(status)
             if not leads_on(requested):
@@ -180,7 +187,7 @@ def reference_of(spec: RunSpec) -> RunSpec:
         2 if spec.steps > FEW_STEPS and training.precision.compute == "fp32" else VARIANTS[training.precision.compute]
     )
     launcher = spec.launcher
-    if getattr(load("launchers", launcher.name), "HERE", False):
+    if runs_here(spec):
         # On this host, options that change the arithmetic stay; those that divide the host among ranks do not.
         # Elsewhere the reference runs where the runs do: this host may not have their devices.
         launcher = Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
@@ -225,6 +232,14 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, notify: Notify) 
             slow.cancel()
 
 
+def light_before(specs: Sequence[RunSpec]) -> str:
+    """One line: the trust light of this host, if these runs use it."""
+    devices = {spec.topology.device for spec in specs if runs_here(spec)}
+    if not devices:
+        return "trust: unknown before the first run: other hosts run it. They are graded during each run."
+    return trust.before(uses_cpu="cpu" in devices, uses_gpu="cuda" in devices).line()
+
+
 def ask_engines(specs: Sequence[RunSpec]) -> None:
     """Ask the serving engines whether any of these runs can begin, if the client runs on this host.
 
@@ -232,8 +247,7 @@ def ask_engines(specs: Sequence[RunSpec]) -> None:
     """
     groups: dict[str, RunSpec] = {}
     for spec in specs:
-        here = getattr(load("launchers", spec.launcher.name), "HERE", False)
-        if spec.engine is None or not here or not hasattr(load("engines", spec.engine.name), "preflight"):
+        if spec.engine is None or not runs_here(spec) or not hasattr(load("engines", spec.engine.name), "preflight"):
             return  # this one may begin
         groups.setdefault(str(spec.engine), spec)
     refusals = []
@@ -256,6 +270,11 @@ def unsupported(spec: RunSpec) -> str | None:
     plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
     reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
     return next((str(reason) for reason in reasons if reason), None)
+
+
+def runs_here(spec: RunSpec) -> bool:
+    """Whether the ranks are processes of this host."""
+    return bool(getattr(load("launchers", spec.launcher.name), "HERE", False))
 
 
 def leads_on(spec: RunSpec) -> bool:
@@ -291,8 +310,45 @@ def closing(specs: Sequence[RunSpec]) -> Iterator[None]:
 # --- one run ---
 
 
-def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None) -> tuple[Status, str | None]:
-    """One run from an empty directory, or from where a dead controller left it, to its seal.
+def execute(
+    spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, notify: Notify = lambda _message: None
+) -> tuple[Status, str | None]:
+    """Launch a run, and launch it again while its trust light is red, at most `red_repeats` more times.
+
+    The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
+    attempts/ of its directory.
+    """
+    run_dir, most = out / spec.experiment / spec.run_id, red_repeats()
+    status, error, light = launch_once(spec, out, observer, reference)
+    repeated = 0
+    while light is not None and light.level == trust.RED and repeated < most:
+        repeated += 1
+        notify(f"{light.line(f' during {spec.run_id}')} Launching it again (repeat {repeated} of {most}).")
+        earlier, again = store.last_set_aside(run_dir) + 1, None
+        try:
+            again = launch_once(spec, out, observer, reference)
+        finally:
+            if again is not None and again[0] is Status.OK:
+                status, error, light = again
+            elif (run_dir / store.EARLIER / str(earlier)).is_dir():
+                store.restore(run_dir, earlier)
+            store.note_repeats(run_dir, repeated)
+    if light is not None and light.disturbances:
+        notify(light.line(f" during {spec.run_id}"))
+    return status, error
+
+
+def red_repeats() -> int:
+    """How often a launch with a red light is repeated: RED_REPEATS, or the number in PACELINE_RED_REPEATS."""
+    text = os.environ.get("PACELINE_RED_REPEATS", str(RED_REPEATS))
+    require(text.isdecimal() and len(text) < 4, "PACELINE_RED_REPEATS", text, "a whole number, 0 or more")
+    return int(text)
+
+
+def launch_once(
+    spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None
+) -> tuple[Status, str | None, trust.Trust | None]:
+    """One launch from an empty directory, or from where a dead controller left it, to its seal; and its trust light.
 
     An interrupted run leaves a directory without a seal. It is run again, or resumed if it writes checkpoints.
     """
@@ -300,7 +356,7 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
     if (reason := unsupported(spec)) is not None:
         store.create(out, spec)
         store.seal(run_dir, Status.UNSUPPORTED, reason, time.time(), time.time())
-        return Status.UNSUPPORTED, reason
+        return Status.UNSUPPORTED, reason, None
     launcher: Launcher = load("launchers", spec.launcher.name)
     known = attempts.with_lineage(run_dir, spec)
     launch = supervision.adopt(launcher, known, run_dir)
@@ -311,11 +367,13 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
     started_at, ended_at = attempts.started_at(run_dir) or requested_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
+    light = None
     if status is Status.OK:
         record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
         status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
+        light = launch_trust(record) if status is Status.OK else None
     store.seal(run_dir, status, error, started_at, ended_at, lost)
-    return status, error
+    return status, error, light
 
 
 def is_advised(spec: RunSpec) -> bool:

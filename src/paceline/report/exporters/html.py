@@ -25,6 +25,7 @@ from paceline.report.exporters._page_tables import about, block, bullets, folded
 from paceline.report.sections import Section, sections
 from paceline.report.tables import table as tables
 from paceline.report.tables.table import Cell, Column, Table, measured_cell, numeric
+from paceline.report.text import trust
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import scale_of
 
@@ -106,11 +107,13 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
         method = next((i for i, (name, _, _) in enumerate(shown) if name == "method"), len(shown))
         shown.insert(method, ("cells", "Every cell", paragraph(text, "quiet") + panels))
     links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in shown)
+    light = "".join(map(paragraph, trust.lines(report)))
+    disturbed = f'<div class="mind">{light}</div>' if light else ""
     notes = f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
     yield (
         f'<header><div class="top"><h1>{escape(report.title)}</h1>'
         '<button type="button" id="theme" class="scripted">Dark</button></div>'
-        f"{paragraph(' '.join(filter(None, answer(report))), 'answer')}{paragraph(grounds(report))}"
+        f"{disturbed}{paragraph(' '.join(filter(None, answer(report))), 'answer')}{paragraph(grounds(report))}"
         f'<div class="badges">{"".join(_badges(report))}</div>{notes}<nav aria-label="Sections">{links}</nav></header>'
     )
     yield '<div id="filters" class="filters" role="group" aria-label="Filters" hidden></div>'

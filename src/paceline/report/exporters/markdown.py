@@ -14,6 +14,7 @@ from paceline.report.answer import answer, grounds
 from paceline.report.charts import charts
 from paceline.report.sections import Section, sections
 from paceline.report.tables.table import Cell, Table, created
+from paceline.report.text import trust
 
 # GitHub refuses a longer comment or description.
 MOST_CHARACTERS = 65_536
@@ -55,6 +56,7 @@ class Page:
 
     def parts(self, report: Report, found: Sequence[Section]) -> Iterator[str]:
         yield f"# {escape(report.title)}"
+        yield self.bullets([line.strip() for line in trust.lines(report)])
         yield " ".join(f"**{escape(sentence)}**" for sentence in answer(report) if sentence)
         yield escape(grounds(report))
         if self.rows is not None:

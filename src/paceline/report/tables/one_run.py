@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from paceline.analysis.findings import Certificate
+from paceline.analysis.findings import Certificate, LaunchTrust
 from paceline.analysis.findings.served import LoadOfRun, ReplicaOfRun
 from paceline.results.records import RunRecord, TraceSample
 from paceline.wording import MISSING, Scale, format_duration, format_parts
@@ -14,11 +14,16 @@ GIB = 2**30
 CLASSES = ("products", "attention", "dequantisation", "elementwise", "copies")
 
 
-def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator[str]:
+def record_lines(record: RunRecord, certificate: Certificate | None, light: LaunchTrust | None = None) -> Iterator[str]:
     spec = record.spec
     yield f"{spec.run_id}: {record.status}" + (f" ({record.error})" if record.error else "")
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_at))
     yield f"  started {started}, took {format_duration(record.ended_at - record.started_at)}; directory {record.path}"
+    if light is not None:
+        times = (
+            f", after {light.repeated} disturbed launch{'' if light.repeated == 1 else 'es'}" if light.repeated else ""
+        )
+        yield f"  trust: {light.level}{times}" + (f": {'; '.join(light.reasons)}" if light.reasons else "")
     yield "  requested: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
     for machine in record.machines:
         gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
@@ -81,6 +86,7 @@ def served_lines(loads: Sequence[LoadOfRun], replicas: Sequence[ReplicaOfRun]) -
         counts = f"{load.requests:,} requests, {load.requests - load.failed:,} answered, {load.failed:,} failed{late}"
         yield f"  load {name}: {load.verdict}; {counts}"
         yield from (f"    because: {reason}" for reason in load.reasons)
+        yield from (f"    next: {step}" for step in load.advice)
         for failure in load.failures:
             times = "once" if failure.count == 1 else f"{failure.count:,} times"
             example = f", such as: {failure.detail}" if failure.detail else ""

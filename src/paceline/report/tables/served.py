@@ -31,8 +31,10 @@ _COLUMNS: tuple[tuple[str, str, Scale, int], ...] = (
     ("token_count_mismatch_ratio", "miscounted, %", PERCENT, 5),
 )
 _LOAD = ("rate_per_s", "concurrency")
-_BESIDE = ("replica", "engine", "api", "data", "partition")
+_BESIDE = ("model", "replica", "engine", "api", "data", "partition")
 MOST_REASONS = 6
+# The axis of a run whose server reports another model.
+REQUESTED = "requested_model"
 # Between what a percentile needs and what it got, in the note of a measurement.
 FEW = ", got "
 NOT_BELIEVED = "Unreliable: {}. The numbers of {} are shown, but excluded from headlines, comparisons and history."
@@ -78,9 +80,23 @@ def tables(report: Report) -> tuple[Table, ...]:
     )
     first = "Latency counts from when a request was due. TTFT: first token; TPOT: each further one."
     doubts = (*_doubted(report, loads), *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
-    notes = (first, *_few(loads), *doubts)
-    table = filled("Served model", loads, columns, notes, lambda key: (key[0],))
+    notes = (*_requested(loads), first, *_few(loads), *doubts)
+    models = dict.fromkeys(_model(load["output_tokens_per_s"].axes) for load in loads.values())
+    table = filled(f"Served model: {', '.join(models)}", loads, columns, notes, lambda key: (key[0],))
     return (table,) if table else ()
+
+
+def _model(axes: Mapping[str, Scalar]) -> str:
+    """`mock (requested: llama-8b)`: what the server says it serves, and what was requested if that differs."""
+    return f"{axes.get('model')}{f' (requested: {axes[REQUESTED]})' if axes.get(REQUESTED) else ''}"
+
+
+def _requested(loads: Loads) -> Iterator[str]:
+    """A warning for each model that is not the one that the experiment requested."""
+    every = [load["output_tokens_per_s"].axes for load in loads.values()]
+    for axes in {str(axes): axes for axes in ({n: a.get(n) for n in ("model", REQUESTED)} for a in every)}.values():
+        if axes[REQUESTED] is not None:
+            yield f"Warning: the server says that it serves {axes['model']}; requested was {axes[REQUESTED]}."
 
 
 def _few(loads: Loads) -> Iterator[str]:
@@ -111,12 +127,15 @@ def sentence(report: Report) -> str:
     fleet = next((f for f in report.fleets if _key(f.cell, f.axes) == best), None)
     speedup = f"{format_brief(fleet.speedup, Scale(''))} times {fleet.over}" if fleet and fleet.speedup else ""
     where = "; ".join(filter(None, (speedup, load_text(found[best], found))))
+    axes = found[best]["output_tokens_per_s"].axes
     who = f"{len(fleet.replicas)} replicas served" if fleet else "Served"
+    # An old record, or one whose server says the same, has no other name.
+    other = f", not the requested {axes[REQUESTED]}," if axes.get(REQUESTED) else ""
     most = " at most" if len(found) > 1 else ""
     doubt = f"; {verdicts[best].text(1)}" if best in verdicts and verdicts[best].reasons else ""
     parts = [_search_result(m) for m in report.measurements if m.metric == "max_rate_per_s"]
     rate = format_brief(found[best]["output_tokens_per_s"], PLAIN)
-    parts.append(f"{who} {rate} tokens/s{most} ({where}){_median(found[best])}{doubt}.")
+    parts.append(f"{who} {rate} tokens/s{most} with {axes.get('model')}{other} ({where}){_median(found[best])}{doubt}.")
     # Requested loads that the previous sentence excludes.
     if lost := [v for v in report.served if v.fails]:
         many = f"{len(lost)} of {len(report.served)} loads {'is' if len(lost) == 1 else 'are'}"
@@ -249,7 +268,8 @@ def _reasons(report: Report, loads: Loads) -> Iterator[str]:
     reasons = [v for v in report.served if v.reasons and _key(v.cell, v.axes) in loads]
     for verdict in reasons[:MOST_REASONS]:
         load = load_text(loads[_key(verdict.cell, verdict.axes)], loads)
-        yield f"{load}: {verdict.text()}."
+        then = f" Next: {'; '.join(verdict.advice)}." if verdict.advice else ""
+        yield f"{load}: {verdict.text()}.{then}"
     if len(reasons) > MOST_REASONS:
         yield f"{len(reasons) - MOST_REASONS} more are INVALID: report.json has their reasons."
     yield from dict.fromkeys(f"Left out: {why}." for verdict in report.served for why in verdict.left_out)

@@ -222,6 +222,8 @@ class TlsPipe:
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_CHUNKS = b"0\r\n\r\n"
 EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
+# The error class of a response with more bytes than it announced: whatever they are, they are no tokens.
+EXCESS = "excess"
 # The checks of json.loads take longer than decoding, for values as short as an event's.
 _decode = json.JSONDecoder().raw_decode
 _HEX = re.compile(rb"[0-9a-fA-F]+")
@@ -277,7 +279,9 @@ class Response:
         if len(self.data) > self.longest:
             raise BrokenResponse("too_long")
         if self.length is not None:
-            return len(self.data) - self.body_at >= self.length
+            if len(self.data) - self.body_at > self.length:
+                raise BrokenResponse(EXCESS)
+            return len(self.data) - self.body_at == self.length
         # Content may end like the last chunk does: only then are the chunks searched.
         return self.chunked and self.data.endswith(END_OF_CHUNKS) and self._has_last_chunk()
 
@@ -296,6 +300,8 @@ class Response:
                 break
             self.contents.append((begin, end))
             if end == begin:
+                if length > end + 2:
+                    raise BrokenResponse(EXCESS)
                 return True
             at = self.chunk_at = end + 2
         return False
@@ -406,7 +412,8 @@ def data_lines(event: bytearray) -> bytes | None:
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed completion. Reads are numbers. reported_tokens: the server's count. pieces: events with content."""
+    """A streamed completion. Reads are numbers. reported_tokens: the server's count. pieces: events with content.
+    model: the name that the server gives in its answer."""
 
     first_read: int | None = None
     first_reasoning_read: int | None = None
@@ -418,6 +425,7 @@ class Answer:
     prompt_tokens: int | None = None
     reported_tokens: int | None = None
     finish: str | None = None
+    model: str | None = None
     is_done: bool = False
     error: str | None = None
     damaged: int = 0
@@ -450,6 +458,8 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
             chunk, end = _decode(text)
             if not isinstance(chunk, dict) or end != len(text):
                 raise ValueError("expected one JSON object")
+            if answer.model is None and isinstance(name := chunk.get("model"), str) and name:
+                answer.model = name
             if error := chunk.get("error"):
                 answer.error = str(error)
             choices = chunk.get("choices") or []

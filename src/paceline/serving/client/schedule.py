@@ -109,7 +109,7 @@ class RequestResult:
 
     Times of reads are the kernel's if `stamped`, otherwise this process's. token_ns: the times of the events with
     content. attempt counts earlier sends: to replicas that died before they answered, or over an idle connection that
-    the server had closed (retried). All times except due_ns belong to the last attempt.
+    the server had closed (retried). All times except due_ns belong to the last attempt. model: its name in the answer.
     """
 
     number: int
@@ -129,6 +129,7 @@ class RequestResult:
     reported_tokens: int | None = None
     prompt_tokens: int | None = None
     finish: str | None = None
+    model: str | None = None
     stamped: bool = False
     retried: bool = False
     attempt: int = 0

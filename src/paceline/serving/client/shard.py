@@ -47,6 +47,7 @@ STALE_NS = NS // 4
 GONE = ("connect", "reset", "closed", "truncated")
 DETAIL_BYTES = 300
 FINISH_BYTES = 80
+MODEL_BYTES = 200
 _HAS_NEWS = READABLE | select.EPOLLHUP | select.EPOLLERR
 # The counters of one process.
 _FIELDS = 6
@@ -127,6 +128,7 @@ class AnswerParser:
         result.token_ns.extend(map(times.__getitem__, answer.reads))
         result.pieces, result.coalesced = answer.pieces, answer.coalesced
         result.finish = None if answer.finish is None else self._redact(answer.finish, FINISH_BYTES)
+        result.model = None if answer.model is None else self._redact(answer.model, MODEL_BYTES)
         result.reported_tokens, result.prompt_tokens = answer.reported_tokens, answer.prompt_tokens
         if keeps_text:
             result.text = self._redact("".join(answer.text))
@@ -134,6 +136,9 @@ class AnswerParser:
             result.error, result.detail = "in_stream", self._redact(answer.error, DETAIL_BYTES)
         else:
             result.error = answer.fault
+        if answer.events == 0 and response.body().lstrip()[:1] == b"{":
+            # One JSON object has no times of tokens.
+            result.error, result.detail = "not_streamed", "one JSON object instead of a stream of events"
         return True
 
     def _redact(self, text: str, most: int | None = None) -> str:

@@ -31,6 +31,8 @@ from paceline.workloads.inference.loads import BOUNDED, Load, Outcome, is_lost, 
 CHAT = "chat"
 # Connections opened beforehand for an open loop, whose number of requests in flight is unknown.
 OPEN_CONNECTIONS = 64
+# A server that names another model in every answer has no more than these recorded.
+MOST_NAMES = 5
 # With more late requests, computing n(t) takes longer than it is worth.
 MOST_COUNTED = 1000
 DeadReplicas = Callable[[], Sequence[int]]
@@ -113,6 +115,7 @@ class Session:
         self._stage = self._number = 0
         self._died_ns: dict[int, int] = {}
         self._reassigned: dict[int, int] = {}
+        self._answered_as: dict[int, list[str]] = {}
 
     @property
     def alive(self) -> list[int]:
@@ -159,6 +162,7 @@ class Session:
                 "error": result.error,
             }
             self.recorder.add(AnswerSample(rank=0, replica=replica, sample=sample, **answered))
+            self._note_model(replica, result)
         times = [r.ended_ns - r.due_ns for r in results if r.error is None and r.ended_ns is not None]
         self._fastest_s = min(times) / NS if times else None
 
@@ -256,6 +260,7 @@ class Session:
                 reference=prompt.reference if self.serving.keeps_text else None,
             )
             self.recorder.add(request)
+            self._note_model(request.replica, result)
         for number, shard in enumerate(shards):
             self.recorder.add(client_sample(shard, rank=0, shard=number, plan=whole.digest, stage=self._stage))
             # The first process that found a replica dead decides when it died.
@@ -289,6 +294,12 @@ class Session:
             paced=paced_of(results) if load.is_trial else 1.0,
         )
 
+    def _note_model(self, replica: int, result: RequestResult) -> None:
+        """Remember the names by which a replica calls its model in answers."""
+        names = self._answered_as.setdefault(replica, [])
+        if result.model is not None and result.model not in names and len(names) < MOST_NAMES:
+            names.append(result.model)
+
     def finish(self) -> None:
         """Record every replica and when it died: as the client found it, or as its own rank did if it was idle."""
         now_ns = time.monotonic_ns() - (self._origin_ns or time.monotonic_ns())
@@ -305,6 +316,7 @@ class Session:
                 model=replica.endpoint.model,
                 died_ns=self._died_ns.get(number),
                 reassigned=self._reassigned.get(number, 0),
+                answered_as=tuple(self._answered_as.get(number, ())),
                 **{name: facts[name] for name in known if name in facts},
             )
             self.recorder.add(sample)

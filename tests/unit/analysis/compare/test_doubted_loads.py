@@ -27,7 +27,7 @@ from paceline.report.terminal import Fitted
 from paceline.results.records import RunRecord, Status
 from paceline.wording import MISSING
 
-LATE = "client: read up to 9.0 ms late (p99; at most 5 ms)"
+LATE = "client: read up to 9.0 ms late (p99; at most 5.0 ms), which can raise TTFT by 9.0 % where tokens share a read"
 BUSY = {"read_lag_p99_ns": 9e6}
 
 
@@ -51,7 +51,7 @@ def report_of(*records: RunRecord) -> Report:
 
 
 def table(report: Report) -> Table:
-    return next(each for each in served_tables(report) if each.title == "Served model")
+    return next(each for each in served_tables(report) if each.title.startswith("Served model"))
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
@@ -85,7 +85,7 @@ def test_the_headline_names_the_load_and_those_it_is_without(golden: object) -> 
     first = answer(report_of(swept(2, 4)))[0]
     assert first == golden
     assert "10.0" in first
-    words = "2 of 3 loads are unreliable (INVALID(client): read up to 9.0 ms late (p99; at most 5 ms))."
+    words = f"2 of 3 loads are unreliable (INVALID(client): {LATE.removeprefix('client: ')})."
     assert words in " ".join(answer(report_of(swept(2, 4))))
 
 

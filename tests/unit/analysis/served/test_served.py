@@ -10,6 +10,9 @@ import pytest
 from served_records import CLIENT, MS, S, record, request, stage, streamed
 
 from paceline.analysis.served import measurements
+from paceline.analysis.served.verdicts import verdict_of
+from paceline.experiment.serving import OPEN
+from paceline.results import client_audit
 from paceline.results.records import RunRecord
 
 
@@ -99,17 +102,29 @@ def test_early_stopping_decides_about_limits(golden: object) -> None:
     assert measurements.rule_problems(measurements.gather([record([request()])])[0]) == []
 
 
+def client_problems(clients: list[Any], requests: list[Any], scenario: str) -> list[str]:
+    facts = measurements.client_facts(clients, requests, scenario in OPEN)
+    return [f"client: {text}" for text in client_audit.reasons(facts)]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({}, None),
-        ({"schedule_lag_p99_ns": 3e6}, "client: sent up to 3.0 ms late (p99; at most 1.0 ms)"),
+        (
+            {"schedule_lag_p99_ns": 3e6},
+            "client: sent up to 3.0 ms late (p99; at most 1.0 ms), which can raise TTFT by 3.0 %",
+        ),
         (
             {"schedule_lag_p99_ns": 3e6, "waited_for_cap": 5},
             "client: delayed 5 due requests by 3.0 ms (p99) for the cap on requests in flight "
             "(concurrency: null removes it)",
         ),
-        ({"read_lag_p99_ns": 6e6}, "client: read up to 6.0 ms late (p99; at most 5 ms)"),
+        (
+            {"read_lag_p99_ns": 6e6},
+            "client: read up to 6.0 ms late (p99; at most 5.1 ms), which can raise TTFT by 5.9 % where tokens share a "
+            "read",
+        ),
         ({"cpu_s": 0.95}, "client: used 95% of a core (at most 80%)"),
         ({"clock_drift_ns": -300_000_000}, "client: its clocks drifted 300.0 ms apart (at most 1 ms)"),
         ({"read_lag_p50_ns": -4e6}, "client: read 4.0 ms before the kernel had it (p50)"),
@@ -117,18 +132,46 @@ def test_early_stopping_decides_about_limits(golden: object) -> None:
 )
 def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], words: str | None) -> None:
     requests = [request(0), request(1, due_ns=MS)]
-    found = measurements.client_problems([replace(CLIENT, **change)], requests, "server")
+    found = client_problems([replace(CLIENT, **change)], requests, "server")
     assert found == ([] if words is None else [words])
 
 
+@pytest.mark.parametrize(("ttft_ms", "lag_ms", "counts"), [(100, 5.1, False), (500, 24, True), (500, 26, False)])
+def test_a_read_that_is_late_by_little_of_the_latency_does_no_harm(ttft_ms: int, lag_ms: float, counts: bool) -> None:
+    """At most 5 ms or 5 % of the median TTFT: what tokens that share a read can be late by."""
+    asked = [request(n, first_ns=ttft_ms * MS, last_ns=(ttft_ms + 30) * MS) for n in range(3)]
+    client = replace(CLIENT, read_lag_p99_ns=lag_ms * MS)
+    (load,) = measurements.gather([record(asked, clients=[client], scenario="concurrency", concurrency=3)])
+    assert (measurements.load_problems(load) == []) == counts
+    verdict = verdict_of(load)
+    assert (verdict.verdict, len(verdict.advice)) == (("VALID", 0) if counts else ("INVALID(client)", 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "word"),
+    [
+        ({"cpu_s": 0.95}, {}, "shards=0"),
+        ({"clock_drift_ns": 3_000_000}, {}, "clock"),
+        ({}, {"error": "http_500"}, "paceline show"),
+        ({}, {"error": "client"}, "ulimit -n"),
+    ],
+)
+def test_what_is_invalid_says_what_to_do(change: dict[str, float], asked: dict[str, Any], word: str) -> None:
+    found = record([request(0), request(1, **asked)], clients=[replace(CLIENT, **change)])
+    (load,) = measurements.gather([found])
+    verdict = verdict_of(load)
+    assert verdict.reasons
+    assert any(word in step for step in verdict.advice), verdict.advice
+
+
 def test_a_request_sent_before_it_was_due_is_the_clients_fault(golden: object) -> None:
-    found = measurements.client_problems([CLIENT], [request(0, due_ns=8 * MS)], "server")
+    found = client_problems([CLIENT], [request(0, due_ns=8 * MS)], "server")
     assert found == golden
 
 
 def test_of_several_processes_the_worst_is_told_once(golden: object) -> None:
     clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
-    assert measurements.client_problems(clients, [request()], "offline") == golden
+    assert client_problems(clients, [request()], "offline") == golden
 
 
 def test_a_sample_answered_twice_is_found(golden: object) -> None:

@@ -17,9 +17,10 @@ from paceline.analysis.served import measurements
 from paceline.analysis.served.loads import gather
 from paceline.analysis.served.verdicts import verdict_of
 from paceline.report.answer import answer, grounds
-from paceline.report.exporters import html, markdown
+from paceline.report.exporters import csv, html, markdown
 from paceline.report.exporters import json as json_exporter
 from paceline.report.sections import served_tables
+from paceline.report.tables import served
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import AnswerSample, ClientSample, RequestSample
 
@@ -60,6 +61,40 @@ def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one(golden: ob
     assert report.notes == golden
     assert any(m.metric == "ttft_p50_s" and m.value is not None for m in report.measurements)
     assert not any("shape" in note for note in build(found).notes)
+
+
+@pytest.mark.parametrize(
+    ("listed", "answered", "shown"),
+    [
+        ("mock", (), "mock"),
+        ("mock", ("other-7b",), "other-7b"),
+        ("tiny", ("other-7b",), "other-7b"),
+        ("tiny", (), "tiny"),
+        ("org/Tiny", ("/models/TINY/",), "tiny"),
+    ],
+)
+def test_a_model_has_the_name_that_its_server_gives_it(listed: str, answered: tuple[str, ...], shown: str) -> None:
+    """The experiment requested tiny. What answers say counts more than the list of the server."""
+    report = build(record(timed(7), replicas=(replica(0, model=listed, answered_as=answered),)))
+    rate = next(m for m in report.measurements if m.metric == "output_tokens_per_s")
+    assert rate.axes["model"] == report.runs[0].axes["model"] == shown
+    assert rate.axes.get("requested_model") == (None if shown == "tiny" else "tiny")
+    (table,) = served.tables(report)
+    assert table.title == f"Served model: {shown}" + ("" if shown == "tiny" else " (requested: tiny)")
+    warning = f"Warning: the server says that it serves {shown}; requested was tiny."
+    assert (warning in table.notes) == (shown != "tiny")
+    named = f" tokens/s with {shown}" + (", not the requested tiny, (" if shown != "tiny" else " (")
+    assert named in served.sentence(report)
+    notes = [note for note in report.notes if note.startswith(f"the server says that it serves {shown}, but")]
+    assert len(notes) == (shown != "tiny")
+    assert f",{shown}," in csv.text(report)
+
+
+def test_launches_of_one_cell_with_different_models_are_noticed() -> None:
+    launches = [
+        record(timed(7), repeat=n, replicas=(replica(0, answered_as=(name,)),)) for n, name in enumerate(("a", "b"))
+    ]
+    assert any("the served model changed between launches of one cell (a | b)" in n for n in build(*launches).notes)
 
 
 def test_a_server_that_counts_prompts_otherwise_is_told_of(golden: object) -> None:
@@ -117,13 +152,13 @@ def test_a_load_without_limits_counts_its_failures() -> None:
 def test_many_loads_of_one_launch_do_not_look_at_each_others_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the client says against itself takes as many looks at requests for 2 loads as for 40 of as many in all."""
     looked_at: list[int] = []
-    plain = measurements.client_problems
+    plain = measurements.client_facts
 
-    def counted(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
+    def counted(clients: Sequence[ClientSample], requests: Sequence[RequestSample], is_open: bool) -> Any:
         looked_at.append(len(requests))
-        return plain(clients, requests, scenario)
+        return plain(clients, requests, is_open)
 
-    monkeypatch.setattr(measurements, "client_problems", counted)
+    monkeypatch.setattr(measurements, "client_facts", counted)
     looks = []
     for loads in (2, 40):
         requests = [request(n, stage=n % loads) for n in range(80)]

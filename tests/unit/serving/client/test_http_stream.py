@@ -188,6 +188,17 @@ def test_no_more_is_kept_than_the_bound_and_one_read() -> None:
     assert len(response.data) <= len(HEAD) + 100_000 + len(piece)
 
 
+@pytest.mark.parametrize("beyond", [b"0\r\n\r\n", token("more") + b"0\r\n\r\n"])
+def test_bytes_beyond_the_announced_ones_are_an_error(beyond: bytes) -> None:
+    """Whatever a server sends after the end is no token."""
+    with pytest.raises(BrokenResponse, match="excess"):
+        fed([WHOLE + beyond])
+    length = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n"
+    assert fed([length + b"busy"])[1]
+    with pytest.raises(BrokenResponse, match="excess"):
+        fed([length + b"busy" + beyond])
+
+
 @pytest.mark.parametrize(("sent", "word"), [(b"", "closed"), (HEAD, "truncated"), (WHOLE[:-1], "truncated")])
 def test_closed_early(sent: bytes, word: str) -> None:
     response = Response()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
 import torch
 
 from paceline.errors import UnsupportedError
@@ -19,6 +18,7 @@ from paceline.serving.replica.decoding import Decoding, is_joined, join_projecti
 from paceline.serving.replica.model import device_of
 from paceline.serving.replica.settings import Settings
 
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 11, [1, 2]]
 LLAMA = Settings(engine="transformers", model="tiny-llama", max_batch=4, max_length=64)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("bitsandbytes")
 
 from paceline.experiment.spec import Tuning  # noqa: E402
 from paceline.training.strategies._optimizers import SMALLEST_8BIT, LocalShards, optimizer_of, state_dtypes  # noqa: E402
 
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="pip install 'paceline[finetune]'")
 Builder = Callable[..., Any]
 RANKS = 3
 

@@ -157,6 +157,12 @@ def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start,
     assert told == [("one", one.url), ("two", two.url)]
 
 
+def test_the_name_of_the_model_is_what_the_answers_say(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(mode="renamed"), start(mode="terse"), concurrency=3, requests=6)
+    told = [(replica.model, replica.answered_as) for replica in found.of(ReplicaSample)]
+    assert told == [("mock", ("mock",)), ("mock", ("another-model",)), ("mock", ())]
+
+
 def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) -> None:
     found = ask(start(), start(), concurrency=6, workload="inference:shards=2")
     assert_exactly_once(found)

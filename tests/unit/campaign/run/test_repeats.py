@@ -1,0 +1,205 @@
+"""Launches with a red trust light are repeated: how often, which one counts, and where the others stay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.analysis.training.trust import finding
+from paceline.campaign.run import controller
+from paceline.contract import Job, JobState
+from paceline.errors import RequestError
+from paceline.experiment import plugins
+from paceline.experiment.spec import RunSpec
+from paceline.host import trust
+from paceline.report.tables.one_run import record_lines
+from paceline.results import store
+from paceline.results.records import CollectiveSample, GaugeSample, Status
+from paceline.results.store import Progress
+
+Make = Callable[..., Any]
+BUSY, CALM = 1.0, 0.0
+
+
+class Watcher:
+    """An observer that does nothing."""
+
+    def begin(self, specs: Sequence[RunSpec]) -> None: ...
+    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None: ...
+    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None: ...
+    def advising(self, spec: RunSpec, seconds: float) -> None: ...
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None: ...
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
+
+
+class Weather:
+    """A launcher whose n-th job runs beside so many busy cores of 2 for 10 s; a text is its error, an exception is
+    raised instead."""
+
+    def __init__(self, make_outcome: Make, make_evidence: Make) -> None:
+        self.script: list[float | str | BaseException] = []
+        self.submitted = 0
+        self.outcome, self.evidence = make_outcome, make_evidence
+
+    def check(self, spec: RunSpec) -> str | None:
+        return None
+
+    def prepare(self, spec: RunSpec, run_dir: Path) -> Job:
+        return Job(argv=("true", str(run_dir)))
+
+    def submit(self, job: Job) -> Mapping[str, Any]:
+        found, run_dir = self.script[self.submitted], Path(job.argv[1])
+        self.submitted += 1
+        if isinstance(found, BaseException):
+            raise found
+        if isinstance(found, str):
+            store.write_outcome(run_dir, self.outcome(0, Status.FAILED, found))
+            return {}
+        usage = {"cores": 2, "own_s": 0.0}
+        sweep = {
+            "operation": "all_reduce",
+            "dtype": "fp32",
+            "size_bytes": 4,
+            "count": 1,
+            "group_size": 1,
+            "mode": "single",
+        }
+        row = CollectiveSample(rank=0, **sweep, in_place=True, batch=1, durations_s=(1.0,), wrong=0)
+        (run_dir / "samples-0.jsonl").write_text(store.sample_line(row))
+        lines = [
+            GaugeSample(rank=0, host="a", at_s=at, usage=usage | {"at_s": at, "total_s": 2 * at, "busy_s": found * at})
+            for at in (0.0, 10.0)
+        ]
+        (run_dir / "samples-gauges-0.jsonl").write_text("".join(map(store.sample_line, lines)))
+        store.write_outcome(run_dir, self.outcome(0, evidence=self.evidence()))
+        return {}
+
+    def poll(self, handle: Mapping[str, Any]) -> JobState:
+        return JobState(running=False, exit_code=0)
+
+    def cancel(self, handle: Mapping[str, Any]) -> None: ...
+
+
+@pytest.fixture
+def spec(make_spec: Make) -> RunSpec:
+    found: RunSpec = make_spec(None, 1, workload="collectives")
+    return found
+
+
+@pytest.fixture
+def weather(make_outcome: Make, make_evidence: Make, monkeypatch: pytest.MonkeyPatch) -> Weather:
+    """Repeats are on, as they are for users."""
+    monkeypatch.delenv("PACELINE_RED_REPEATS", raising=False)
+    made, load = Weather(make_outcome, make_evidence), plugins.load
+    monkeypatch.setattr(controller, "load", lambda kind, name: made if kind == "launchers" else load(kind, name))
+    return made
+
+
+def errors_aside(run_dir: Path) -> list[str | None]:
+    paths = sorted((run_dir / "attempts").glob("*/status.json")) if (run_dir / "attempts").is_dir() else []
+    return [json.loads(path.read_text())["error"] for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("script", "level", "repeated", "aside"),
+    [
+        ([CALM], "green", 0, []),
+        ([0.15], "amber", 0, []),
+        ([BUSY, CALM], "green", 1, [None]),
+        ([BUSY, 0.15], "amber", 1, [None]),
+        ([BUSY, BUSY, CALM], "green", 2, [None, None]),
+        ([BUSY, BUSY, BUSY], "red", 2, [None, None]),
+        # A disturbed measurement is better than none.
+        ([BUSY, "no disk", CALM], "green", 2, ["no disk", None]),
+        ([BUSY, BUSY, "no disk"], "red", 2, [None, "no disk"]),
+    ],
+)
+def test_a_red_launch_is_repeated_at_most_twice(
+    tmp_path: Path,
+    spec: RunSpec,
+    weather: Weather,
+    script: list[float | str],
+    level: str,
+    repeated: int,
+    aside: list[str | None],
+) -> None:
+    weather.script = [*script, AssertionError("one launch too many")]
+    messages: list[str] = []
+    end = controller.execute(spec, tmp_path, Watcher(), None, messages.append)
+    run_dir = tmp_path / spec.experiment / spec.run_id
+    assert (end, weather.submitted) == ((Status.OK, None), len(script))
+    record = store.read_run(run_dir)
+    light = finding(record)
+    assert light is not None
+    assert (light.level, light.repeated, record.repeated) == (level, repeated, repeated)
+    assert sorted(errors_aside(run_dir), key=str) == sorted(aside, key=str)
+    assert store.read_runs(tmp_path)[0] == [record], "the others do not count"
+    assert sum("Launching it again" in message for message in messages) == repeated
+    assert len(messages) == repeated + (level != "green")
+    (line,) = [line for line in record_lines(record, None, light) if line.startswith("  trust: ")]
+    assert ("after" in line) is bool(repeated)
+
+
+def test_the_messages_name_the_run_and_the_reason(tmp_path: Path, spec: RunSpec, weather: Weather) -> None:
+    weather.script = [BUSY, CALM]
+    messages: list[str] = []
+    controller.execute(spec, tmp_path, Watcher(), None, messages.append)
+    assert messages == [
+        f"trust: red during {spec.run_id}: other processes used 1.0 of 2 cores. "
+        "Stop them, or expect wide intervals. Launching it again (repeat 1 of 2)."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("here", "first"),
+    [
+        (True, "trust: amber: it is warm."),
+        (False, "trust: unknown before the first run: other hosts run it. They are graded during each run."),
+    ],
+)
+def test_one_line_comes_before_the_first_run(
+    tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch, here: bool, first: str
+) -> None:
+    monkeypatch.setattr(weather, "HERE", here, raising=False)
+    asked: list[dict[str, bool]] = []
+
+    def before(**uses: bool) -> trust.Trust:
+        asked.append(uses)
+        return trust.Trust((trust.Check("CPU temperature", trust.AMBER, "it is warm"),))
+
+    monkeypatch.setattr(trust, "before", before)
+    weather.script = [CALM]
+    messages: list[str] = []
+    for _ in range(2):
+        controller.campaign([spec], tmp_path, Watcher(), notify=messages.append)
+    assert messages == [first], "a campaign that has nothing left to run needs no light"
+    assert asked == ([{"uses_cpu": True, "uses_gpu": False}] if here else [])
+
+
+def test_an_interrupted_repeat_leaves_the_measurement(tmp_path: Path, spec: RunSpec, weather: Weather) -> None:
+    weather.script = [BUSY, KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        controller.execute(spec, tmp_path, Watcher(), None)
+    record = store.read_run(tmp_path / spec.experiment / spec.run_id)
+    assert (record.status, record.repeated) == (Status.OK, 1)
+
+
+@pytest.mark.parametrize(("setting", "launches"), [("0", 1), ("1", 2)])
+def test_the_number_of_repeats_is_a_setting(
+    tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch, setting: str, launches: int
+) -> None:
+    monkeypatch.setenv("PACELINE_RED_REPEATS", setting)
+    weather.script = [BUSY] * 3
+    controller.execute(spec, tmp_path, Watcher(), None)
+    assert weather.submitted == launches
+
+
+def test_a_wrong_number_of_repeats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_RED_REPEATS", "many")
+    with pytest.raises(RequestError, match="PACELINE_RED_REPEATS: got 'many', expected a whole number, 0 or more"):
+        controller.red_repeats()
