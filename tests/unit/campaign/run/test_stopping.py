@@ -70,7 +70,7 @@ def test_a_noisy_cell_is_repeated_until_its_interval_is_that_narrow(tmp_path: Pa
     spec, instant = launch(0.01)
     _, messages = run(spec, tmp_path, Stopping(until=0.01))
     assert instant.submitted == 7
-    assert "about" in messages[1]
+    assert any("about" in message for message in messages)
     assert messages[-1].endswith("as asked for")
     plan = json.loads((tmp_path / "test" / "campaign.json").read_text())
     assert plan["rule"] == Stopping(until=0.01).text
