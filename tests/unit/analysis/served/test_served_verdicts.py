@@ -90,6 +90,19 @@ def test_a_model_has_the_name_that_its_server_gives_it(listed: str, answered: tu
     assert f",{shown}," in csv.text(report)
 
 
+def test_the_headroom_of_the_worst_launch_is_below_the_table() -> None:
+    rooms = [("client headroom: good (a)", "good"), ("client headroom: tight (b): use 2", "tight")]
+    launches = [
+        record(timed(7), repeat=n, stages=[stage(planned=7, headroom=text, headroom_grade=grade)])
+        for n, (text, grade) in enumerate(rooms)
+    ]
+    report = build(*launches)
+    assert [(v.headroom, v.headroom_grade) for v in report.served] == [rooms[1]]
+    assert "Before the load, client headroom: tight (b): use 2." in served.tables(report)[0].notes
+    (older,) = build(record(timed(7), stages=[stage(planned=7)])).served
+    assert (older.headroom, older.headroom_grade) == (None, None)
+
+
 def test_launches_of_one_cell_with_different_models_are_noticed() -> None:
     launches = [
         record(timed(7), repeat=n, replicas=(replica(0, answered_as=(name,)),)) for n, name in enumerate(("a", "b"))
