@@ -24,13 +24,13 @@ from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.launchers import _warm, local
-from paceline.launchers.local import cancel, check, poll, submit
+from paceline.launchers.local import cancel, check, close, poll, submit
 from paceline.results import store
 from paceline.training.instruments import collection_paused
 from paceline.training.strategies import zero
 from testbed import mortal, networks
 
-__all__ = ["cancel", "check", "poll", "prepare", "submit"]
+__all__ = ["cancel", "check", "close", "poll", "prepare", "submit"]
 
 # Of fine-tuning: transformers imports models only when they are asked for.
 TUNED = ("bitsandbytes", "peft", "transformers.models.mistral.modeling_mistral")
