@@ -8,9 +8,11 @@ because this launcher does not say that its ranks are HERE.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -75,8 +77,20 @@ def bring_up(run_dir: Path, link: socket.socket) -> int:
 
     def prepare_rank(rank: int) -> None:
         on_host(hosts, rank) if hosts else mortal.arm(rank, run_dir)
+        if rank == 0 and "FORKED_REHEARSALS" in os.environ:
+            fork_rehearsals()
 
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
+
+
+def fork_rehearsals() -> None:
+    """Predict memory in a process forked here, before the rank does anything, not in one that imports torch anew."""
+    from paceline.workloads import memory
+
+    context = multiprocessing.get_context("fork")
+    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=memory.begin_rehearsals)
+    pool.submit(int).result()
+    concurrent.futures.ProcessPoolExecutor = lambda *_, **__: pool
 
 
 def run_many(folders: list[Path]) -> NoReturn:
