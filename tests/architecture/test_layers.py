@@ -66,6 +66,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("node",),
     ),
     "serving": (
+        ("headroom",),
         ("selftest",),
         ("engines", "mock"),
         ("client_ceiling",),

@@ -81,7 +81,7 @@ MODULES = {
         from paceline.experiment.choices import Choice
         from paceline.experiment.plugins import load
 
-        local = load("launchers", "local")
+        local = load("launchers", "testbed.forked")
         HERE = True
         UNMEASURED = {"account": "who pays"}
         submit, poll, cancel, close = local.submit, local.poll, local.cancel, local.close
@@ -259,6 +259,7 @@ def test_a_declaration_of_the_wrong_type_is_one_sentence(tmp_path: Path, monkeyp
 
 
 @NAMES
+@pytest.mark.usefixtures("nursery")
 def test_it_runs_and_is_reported(
     package: Path, tmp_path: Path, paceline: Callable[..., Any], name_of: Callable[[str], str]
 ) -> None:

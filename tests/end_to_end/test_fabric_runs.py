@@ -120,7 +120,6 @@ def faulty(campaign: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
             {"workload": [workload]},
             {"PYTHONPATH": str(installed), "FAULTY_HOW": how},
             stall_s=60.0,
-            launcher="local",
         )
 
     return run

@@ -74,7 +74,7 @@ def test_two_replicas_answer_every_sample_once(start: Start, asked: Any, tmp_pat
         assert {(request.tokens, request.pieces) for request in record.requests} == {(8, 8)}
         assert all(request.first_ns is not None and request.first_ns > 0 for request in record.requests)
         assert len({client.plan for client in record.clients}) == 1
-        assert record.client_ceilings == (known,)
+        assert known in record.client_ceilings
     report = json.loads((tmp_path / "asked" / "report.json").read_text())
     # On a busy machine the client may say against itself that it was late: then nothing is measured, and it says why.
     assert all("of the client ceiling (1,000,000 events/s" in v["ceiling"]["text"] for v in report["served"])

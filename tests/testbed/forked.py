@@ -8,9 +8,11 @@ because this launcher does not say that its ranks are HERE.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -24,13 +26,13 @@ from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.launchers import _warm, local
-from paceline.launchers.local import cancel, check, poll, submit
+from paceline.launchers.local import cancel, check, close, poll, submit
 from paceline.results import store
 from paceline.training.instruments import collection_paused
 from paceline.training.strategies import zero
 from testbed import mortal, networks
 
-__all__ = ["cancel", "check", "poll", "prepare", "submit"]
+__all__ = ["cancel", "check", "close", "poll", "prepare", "submit"]
 
 # Of fine-tuning: transformers imports models only when they are asked for.
 TUNED = ("bitsandbytes", "peft", "transformers.models.mistral.modeling_mistral")
@@ -75,8 +77,20 @@ def bring_up(run_dir: Path, link: socket.socket) -> int:
 
     def prepare_rank(rank: int) -> None:
         on_host(hosts, rank) if hosts else mortal.arm(rank, run_dir)
+        if rank == 0 and "FORKED_REHEARSALS" in os.environ:
+            fork_rehearsals()
 
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
+
+
+def fork_rehearsals() -> None:
+    """Predict memory in a process forked here, before the rank does anything, not in one that imports torch anew."""
+    from paceline.workloads import memory
+
+    context = multiprocessing.get_context("fork")
+    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=memory.begin_rehearsals)
+    pool.submit(int).result()
+    concurrent.futures.ProcessPoolExecutor = lambda *_, **__: pool
 
 
 def run_many(folders: list[Path]) -> NoReturn:

@@ -24,8 +24,8 @@ from typing import IO
 
 # Importing takes seconds, on a busy machine many of them.
 PATIENCE_S = 240.0
-# What nothing reads while it is imported: pytest's own, secrets, and what tests tell their ranks. Folders that tests add to the
-# path hold plugins, which are found after forking; each worker of pytest has a state folder of its own.
+# What nothing reads while it is imported: pytest's own, secrets, and what tests tell their ranks. Folders that tests
+# add to the path hold plugins, which are found after forking; each worker of pytest has a state folder of its own.
 UNREAD = ("PYTEST_", "NURSERY", "MORTAL_", "FAULTY_", "FORKED_", "PYTHONPATH", "XDG_STATE_HOME", "HF_TOKEN", "WANDB_")
 
 

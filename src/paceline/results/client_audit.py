@@ -21,6 +21,9 @@ from paceline.experiment.serving import (
 MOST_CLOCK_DRIFT_S = 1e-3
 # Nothing is sent before it is due, and nothing is read before the kernel had it; smaller differences are clock error.
 MOST_EARLY_S = 1e-3
+# Tokens have the kernel's times. Reading late changes the times of tokens that then share a read with later ones; if no
+# more than one in a hundred does, no percentile up to the 99th is theirs.
+MOST_COALESCED = 0.01
 # The error class of requests that failed because the client itself had no files, ports or buffers left.
 LACKING = "client"
 
@@ -30,7 +33,8 @@ class ClientFacts:
     """A client's observations about itself under one load, from its worst process. None is unknown: in a closed loop
     nothing is due before it is sent, and reads without kernel timestamps have no lag. early_s: how long before its due
     time a request was sent. read_lag_p50_s below 0: reads are before the kernel's times. lacking counts requests with
-    error LACKING; held_back those that were due and waited for the cap on requests in flight."""
+    error LACKING; held_back those that were due and waited for the cap on requests in flight. coalesced_ratio: the
+    share of tokens that shared a read with an earlier one, which then has the time of the later one."""
 
     ttft_p50_s: float | None
     schedule_lag_p99_s: float | None
@@ -41,6 +45,7 @@ class ClientFacts:
     early_s: float = 0.0
     lacking: int = 0
     held_back: int = 0
+    coalesced_ratio: float | None = None
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -86,6 +91,8 @@ def findings(facts: ClientFacts) -> list[tuple[str, str]]:
     # If requests waited for the cap, the cap was late, not the client's host.
     by_cap = facts.held_back > 0 and late > bound
 
+    shared = "an unknown share" if facts.coalesced_ratio is None else f"{100 * facts.coalesced_ratio:.1f} %"
+
     def effect(lag_s: float, where: str = "") -> str:
         """How much the delay can change the reported TTFT; empty if there is none."""
         return f", which can raise TTFT by {100 * lag_s / facts.ttft_p50_s:.1f} %{where}" if facts.ttft_p50_s else ""
@@ -99,7 +106,14 @@ def findings(facts: ClientFacts) -> list[tuple[str, str]]:
         "(concurrency: null removes it)": (by_cap, NO_CAP),
         f"sent up to {early * 1e3:.1f} ms before it was due": (early > MOST_EARLY_S, STEADY_CLOCK),
         f"read up to {read * 1e3:.1f} ms late (p99; at most {read_bound * 1e3:.1f} ms)"
-        f"{effect(read, ' where tokens share a read')}": (read > read_bound, LESS_LOAD),
+        f"{effect(read, f' where tokens share a read ({shared} of them do)')}": (
+            read > read_bound and (facts.coalesced_ratio is None or facts.coalesced_ratio > MOST_COALESCED),
+            LESS_LOAD,
+        ),
+        f"read {-ahead * 1e3:.1f} ms late (p50; at most {bound * 1e3:.1f} ms), which delays what follows an answer": (
+            -ahead > bound,
+            LESS_LOAD,
+        ),
         f"read {ahead * 1e3:.1f} ms before the kernel had it (p50)": (ahead > MOST_EARLY_S, STEADY_CLOCK),
         f"used {cpu:.0%} of a core (at most {MOST_CPU_RATIO:.0%})": (cpu > MOST_CPU_RATIO, LESS_LOAD),
         f"its clocks drifted {drift * 1e3:.1f} ms apart (at most {MOST_CLOCK_DRIFT_S * 1e3:.0f} ms)": (

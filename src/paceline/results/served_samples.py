@@ -54,7 +54,8 @@ class RequestSample:
 class StageSample:
     """One load of a run, in order; a plain scenario has one. Times are nanoseconds from the common start of the run;
     began_at_s is `time.time()` on the client's host. replica is the only one used, None if all were. planned counts its
-    requests; capped: some waited for others to end."""
+    requests; capped: some waited for others to end. headroom: how far the load is from the limit of its client, known
+    before it began, and its grade (good, tight, insufficient or unknown)."""
 
     kind: ClassVar[str] = "stage"
     rank: int
@@ -68,6 +69,8 @@ class StageSample:
     ended_ns: int
     began_at_s: float
     capped: bool = False
+    headroom: str | None = None
+    headroom_grade: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +154,8 @@ class ClientSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingSample:
     """The highest accurate load of a client with so many processes on this host, measured before the run against a mock
-    server: events per second over concurrent streams. measured_at_s is `time.time()` then."""
+    server: events per second over concurrent streams. measured_at_s is `time.time()` then. is_brief: a lower bound from
+    few short tries, made before a load of a host without a self-test."""
 
     kind: ClassVar[str] = "ceiling"
     rank: int
@@ -159,3 +163,4 @@ class CeilingSample:
     events_per_s: float
     streams: int
     measured_at_s: float
+    is_brief: bool = False

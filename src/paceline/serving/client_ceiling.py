@@ -79,6 +79,7 @@ def _sample(raw: Mapping[str, Any], rank: int) -> CeilingSample:
         events_per_s=float(raw["events_per_s"]),
         streams=int(raw["streams"]),
         measured_at_s=float(raw["measured_at_s"]),
+        is_brief=bool(raw.get("is_brief", False)),
     )
     if not all(0 < value < math.inf for value in (ceiling.processes, ceiling.events_per_s, ceiling.measured_at_s)):
         raise ValueError("not a ceiling")

@@ -67,7 +67,7 @@ class ServedVerdict:
     is_believed says whether the numbers are accepted: missed limits are a result about the server, while a late client
     or uncounted failures make the numbers unreliable. Rejected numbers are shown but used nowhere else. fails says that
     the load was requested by name and rejected, so the exit code must report it. advice says what to do next if it is
-    not VALID.
+    not VALID. headroom is what was known before the load about the limit of its client, of the worst launch.
     """
 
     cell: str
@@ -87,6 +87,8 @@ class ServedVerdict:
     is_believed: bool = True
     fails: bool = False
     advice: tuple[str, ...] = ()
+    headroom: str | None = None
+    headroom_grade: str | None = None
 
     @property
     def is_valid(self) -> bool:

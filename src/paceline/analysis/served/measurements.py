@@ -202,6 +202,7 @@ def client_facts(
     """The worst process counts. In a closed loop nothing is due before it is sent."""
     first = [value for request in requests if (value := ttft_s(request)) is not None]
     early = max((r.due_ns - r.sent_ns for r in requests if r.sent_ns is not None), default=0)
+    pieces = sum(request.pieces for request in requests)
     return client_audit.ClientFacts(
         ttft_p50_s=client_audit.median(first),
         schedule_lag_p99_s=_worst(client.schedule_lag_p99_ns for client in clients) if is_open else None,
@@ -212,6 +213,7 @@ def client_facts(
         early_s=early / NS,
         lacking=sum(map(is_lacking, requests)),
         held_back=sum(client.waited_for_cap for client in clients) if is_open else 0,
+        coalesced_ratio=sum(request.coalesced for request in requests) / pieces if pieces else None,
     )
 
 

@@ -30,6 +30,8 @@ from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE
 from paceline.results.records import RunRecord, Status
 from paceline.serving import early_stopping
 
+# Grades of a client's headroom, the worst first.
+GRADES = ("insufficient", "tight", "unknown", "good")
 ACCURACY_ADVICE = "check precision, quantisation and the prompt form of the server: its answers are not accurate enough"
 
 
@@ -93,6 +95,8 @@ def verdict_of(
     reasons = (*doubts, *broken, *inaccurate)
     by_client = all(reason.startswith(f"{CLIENT}: ") for reason in reasons)
     label, count = mlperf_rules.label_of(served), len(served.requests)
+    known = [s.stage for s in served.stretches if s.stage and s.stage.headroom_grade in GRADES]
+    room = min(known, key=lambda stage: GRADES.index(str(stage.headroom_grade)), default=None)
     return ServedVerdict(
         cell=served.cell,
         axes=served.axes(),
@@ -110,6 +114,8 @@ def verdict_of(
         ceiling=client_share.use_of(served),
         is_believed=not doubts,
         fails=bool(doubts) and not served.is_tried,
+        headroom=room.headroom if room else None,
+        headroom_grade=room.headroom_grade if room else None,
         advice=(*(measured.advice(served) if reasons else ()), *((ACCURACY_ADVICE,) if failed else ())),
     )
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.analysis.compare import comparable
@@ -72,6 +72,7 @@ def campaign(
     """
     if stopping is not None:
         specs = stopping.planned(specs)
+    repeats = RedRepeats(red_repeats())
     references = references_of(specs)
     runs = [*references.values(), *specs]
     directory = out / specs[0].experiment
@@ -90,7 +91,7 @@ def campaign(
         series = [requested]
         for spec in series:
             sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-            status, error = sealed or execute(spec, out, observer, references.get(spec.work), notify)
+            status, error = sealed or execute(spec, out, observer, references.get(spec.work), notify, repeats)
             observer.ended(spec, status, error, sealed is not None)
             statuses.append(status)
             if not leads_on(requested):
@@ -310,15 +311,30 @@ def closing(specs: Sequence[RunSpec]) -> Iterator[None]:
 # --- one run ---
 
 
+@dataclass(slots=True)
+class RedRepeats:
+    """How often a launch with a red trust light is repeated. After a run that stayed red in each launch, the next ones
+    are launched once, until one of them is not red: a disturbance that lasts would triple the time of a campaign."""
+
+    most: int
+    lasts: bool = False
+
+
 def execute(
-    spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, notify: Notify = lambda _message: None
+    spec: RunSpec,
+    out: Path,
+    observer: Observer,
+    reference: RunSpec | None,
+    notify: Notify = lambda _message: None,
+    repeats: RedRepeats | None = None,
 ) -> tuple[Status, str | None]:
-    """Launch a run, and launch it again while its trust light is red, at most `red_repeats` more times.
+    """Launch a run, and launch it again while its trust light is red and repeats are left.
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
     attempts/ of its directory.
     """
-    run_dir, most = out / spec.experiment / spec.run_id, red_repeats()
+    repeats = repeats or RedRepeats(red_repeats())
+    run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most
     status, error, light = launch_once(spec, out, observer, reference)
     repeated = 0
     while light is not None and light.level == trust.RED and repeated < most:
@@ -333,8 +349,12 @@ def execute(
             elif (run_dir / store.EARLIER / str(earlier)).is_dir():
                 store.restore(run_dir, earlier)
             store.note_repeats(run_dir, repeated)
-    if light is not None and light.disturbances:
-        notify(light.line(f" during {spec.run_id}"))
+    if light is not None:
+        is_red = light.level == trust.RED
+        why = " Not launched again, because the run before stayed red." if is_red and repeats.lasts else ""
+        if light.disturbances:
+            notify(f"{light.line(f' during {spec.run_id}')}{why}")
+        repeats.lasts = is_red and repeats.most > 0
     return status, error
 
 

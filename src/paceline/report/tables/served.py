@@ -79,7 +79,8 @@ def tables(report: Report) -> tuple[Table, ...]:
         (numeric("of client's ceiling, %", 5), of_ceiling),
     )
     first = "Latency counts from when a request was due. TTFT: first token; TPOT: each further one."
-    doubts = (*_doubted(report, loads), *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
+    client = (*_near_ceiling(report), *_headroom(report), *_ceilings(report))
+    doubts = (*_doubted(report, loads), *client, *_reasons(report, loads))
     notes = (*_requested(loads), first, *_few(loads), *doubts)
     models = dict.fromkeys(_model(load["output_tokens_per_s"].axes) for load in loads.values())
     table = filled(f"Served model: {', '.join(models)}", loads, columns, notes, lambda key: (key[0],))
@@ -130,7 +131,7 @@ def sentence(report: Report) -> str:
     axes = found[best]["output_tokens_per_s"].axes
     who = f"{len(fleet.replicas)} replicas served" if fleet else "Served"
     # An old record, or one whose server says the same, has no other name.
-    other = f", not the requested {axes[REQUESTED]}," if axes.get(REQUESTED) else ""
+    other = f", not the requested {axes[REQUESTED]}" if axes.get(REQUESTED) else ""
     most = " at most" if len(found) > 1 else ""
     doubt = f"; {verdicts[best].text(1)}" if best in verdicts and verdicts[best].reasons else ""
     parts = [_search_result(m) for m in report.measurements if m.metric == "max_rate_per_s"]
@@ -238,6 +239,17 @@ def _near_ceiling(report: Report) -> Iterator[str]:
         worst = max(near, key=lambda use: use.ratio or 0.0)
         others = f", {len(near) - 1} more over {100 * MOST_CEILING_RATIO:.0f} %" if len(near) > 1 else ""
         yield f"A load used {worst.text}{others}: beyond it the client itself would be what is measured."
+
+
+def _headroom(report: Report) -> Iterator[str]:
+    """One line for each grade, of its first load: how far the client was from its limit before the load."""
+    by_grade: dict[str, list[str]] = {}
+    for verdict in report.served:
+        if verdict.headroom and verdict.headroom_grade:
+            by_grade.setdefault(verdict.headroom_grade, []).append(verdict.headroom)
+    for texts in by_grade.values():
+        others = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+        yield f"Before the load, {texts[0]}{others}."
 
 
 def _ceilings(report: Report) -> Iterator[str]:

@@ -44,12 +44,13 @@ def judge(shards: Sequence[ShardResult]) -> Verdict:
         early_s=max((r.due_ns - r.sent_ns for r in results if r.sent_ns is not None), default=0) / 1e9,
         lacking=sum(result.error == LACKING for result in results),
         held_back=sum(shard.waited_for_cap for shard in shards),
+        coalesced_ratio=sum(result.coalesced for result in results) / pieces if pieces else None,
     )
     return Verdict(
         schedule_lag_p99_s=facts.schedule_lag_p99_s,
         read_lag_p99_s=facts.read_lag_p99_s,
         cpu_ratio=facts.cpu_ratio or 0.0,
-        coalesced_ratio=sum(result.coalesced for result in results) / pieces if pieces else None,
+        coalesced_ratio=facts.coalesced_ratio,
         unstamped=sum(not result.stamped for result in results if result.first_byte_ns is not None),
         reasons=tuple(client_audit.reasons(facts)),
     )

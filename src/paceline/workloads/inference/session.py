@@ -20,11 +20,19 @@ from paceline.contract import Endpoint, Recorder
 from paceline.errors import InvalidRunError
 from paceline.experiment.serving import PERCENTILE, Serving
 from paceline.host.machine import usable_cores
-from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
+from paceline.results.served_samples import (
+    AnswerSample,
+    CeilingSample,
+    ClientSample,
+    ReplicaSample,
+    RequestSample,
+    StageSample,
+)
 from paceline.serving import early_stopping
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.schedule import NS, Assignment, Limits, RequestResult, ShardResult, Target, longest_body
 from paceline.serving.client.shard import Progress
+from paceline.serving.headroom import Headroom, ceiling_for, headroom
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import BOUNDED, Load, Outcome, is_lost, plan_of
 
@@ -112,10 +120,13 @@ class Session:
         self.pace_per_s = 0.0
         self._origin_ns: int | None = None
         self._fastest_s: float | None = None
+        # Events per second of the fastest warm-up answer.
+        self._stream_events_per_s: float | None = None
         self._stage = self._number = 0
         self._died_ns: dict[int, int] = {}
         self._reassigned: dict[int, int] = {}
         self._answered_as: dict[int, list[str]] = {}
+        self._ceilings: dict[int, CeilingSample | None] = {}
 
     @property
     def alive(self) -> list[int]:
@@ -165,6 +176,8 @@ class Session:
             self._note_model(replica, result)
         times = [r.ended_ns - r.due_ns for r in results if r.error is None and r.ended_ns is not None]
         self._fastest_s = min(times) / NS if times else None
+        spans = [(r.pieces, r.ended_ns - r.sent_ns) for r in results if r.error is None and r.ended_ns and r.sent_ns]
+        self._stream_events_per_s = max((pieces / (ns / NS) for pieces, ns in spans if ns > 0), default=None)
 
     # --- a load ---
 
@@ -192,13 +205,43 @@ class Session:
             last[:] = [progress]
             return load.is_trial and is_lost(len(whole), progress.ended, progress.late + progress.failed)
 
-        shards = worker_pool.run(self._assignments(load, whole, replicas), watch=watch)
+        assignments = self._assignments(load, whole, replicas)
+        room = self._headroom(load, whole, len(assignments))
+        self.recorder.progress(self._number, f"timing: {room.text}")
+        shards = worker_pool.run(assignments, watch=watch)
         # If a load may end before its plan does, requests that were never sent do not count. Processes count what they
         # send themselves, so that a missing result is noticed.
         ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
-        outcome = self._record(load, whole, replicas, shards, planned=last[0].sent if ends_early else len(whole))
+        planned = last[0].sent if ends_early else len(whole)
+        outcome = self._record(load, whole, replicas, shards, planned=planned, room=room)
         self.pace_per_s = outcome.requests_per_s
         return outcome
+
+    def _headroom(self, load: Load, whole: schedule.Plan, processes: int) -> Headroom:
+        """How far the load is from the limit of this client. A schedule needs its rate times the tokens of an answer; a
+        closed loop as much as its streams could bring if each were as fast as the fastest warm-up answer."""
+        tokens = float(np.mean([self.prompts[sample].max_tokens for sample in whole.samples.tolist()]))
+        in_flight = None if load.concurrency is None else min(load.concurrency, len(whole))
+        rate = None
+        if load.scenario not in BOUNDED:
+            span_s = float(whole.due_ns[-1] - whole.due_ns[0]) / NS
+            rate = load.rate_per_s or (len(whole) / span_s if span_s > 0 else None)
+        if rate is not None:
+            needed: float | None = rate * tokens
+        elif self._stream_events_per_s is None:
+            needed = None
+        else:
+            needed = self._stream_events_per_s * (in_flight or len(whole))
+        if processes not in self._ceilings:
+            ceiling, is_new = ceiling_for(processes)
+            self._ceilings[processes] = ceiling
+            if ceiling is not None and is_new:
+                self.recorder.add(ceiling)
+        cores = usable_cores() or 1
+        answer = tokens if rate is not None else None
+        return headroom(
+            needed, in_flight, self._ceilings[processes], processes=processes, cores=cores, answer_tokens=answer
+        )
 
     def _assignments(self, load: Load, whole: schedule.Plan, replicas: Sequence[int]) -> list[Assignment]:
         """One assignment for each client process: request k of the schedule goes to process k mod processes."""
@@ -239,7 +282,14 @@ class Session:
         ]
 
     def _record(
-        self, load: Load, whole: schedule.Plan, replicas: Sequence[int], shards: Sequence[ShardResult], *, planned: int
+        self,
+        load: Load,
+        whole: schedule.Plan,
+        replicas: Sequence[int],
+        shards: Sequence[ShardResult],
+        *,
+        planned: int,
+        room: Headroom,
     ) -> Outcome:
         start_ns = shards[0].start_ns
         origin_ns = self._origin_ns = start_ns if self._origin_ns is None else self._origin_ns
@@ -282,6 +332,8 @@ class Session:
             ended_ns=ended_ns - origin_ns,
             began_at_s=time.time() - (time.monotonic_ns() - start_ns) / NS,
             capped=any(shard.waited_for_cap for shard in shards),
+            headroom=room.text,
+            headroom_grade=room.grade,
         )
         self.recorder.add(stage)
         self._stage += 1

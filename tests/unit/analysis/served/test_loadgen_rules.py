@@ -140,7 +140,7 @@ def test_a_subset_is_smoke(golden: object) -> None:
 
 
 def test_a_client_that_was_late_breaks_a_rule() -> None:
-    late = replace(CLIENT, read_lag_p99_ns=9e6)
+    late = replace(CLIENT, read_lag_p50_ns=9e6)
     assert outcomes([at(0, 0)], clients=(late,))["client"] == NOT_KEPT
 
 

@@ -123,23 +123,33 @@ def client_problems(clients: list[Any], requests: list[Any], scenario: str) -> l
         (
             {"read_lag_p99_ns": 6e6},
             "client: read up to 6.0 ms late (p99; at most 5.1 ms), which can raise TTFT by 5.9 % where tokens share a "
-            "read",
+            "read (25.0 % of them do)",
         ),
         ({"cpu_s": 0.95}, "client: used 95% of a core (at most 80%)"),
         ({"clock_drift_ns": -300_000_000}, "client: its clocks drifted 300.0 ms apart (at most 1 ms)"),
+        (
+            {"read_lag_p50_ns": 3e6},
+            "client: read 3.0 ms late (p50; at most 1.0 ms), which delays what follows an answer",
+        ),
         ({"read_lag_p50_ns": -4e6}, "client: read 4.0 ms before the kernel had it (p50)"),
     ],
 )
 def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], words: str | None) -> None:
-    requests = [request(0), request(1, due_ns=MS)]
+    requests = [request(0, coalesced=1), request(1, due_ns=MS, coalesced=1)]
     found = client_problems([replace(CLIENT, **change)], requests, "server")
     assert found == ([] if words is None else [words])
 
 
-@pytest.mark.parametrize(("ttft_ms", "lag_ms", "counts"), [(100, 5.1, False), (500, 24, True), (500, 26, False)])
-def test_a_read_that_is_late_by_little_of_the_latency_does_no_harm(ttft_ms: int, lag_ms: float, counts: bool) -> None:
-    """At most 5 ms or 5 % of the median TTFT: what tokens that share a read can be late by."""
-    asked = [request(n, first_ns=ttft_ms * MS, last_ns=(ttft_ms + 30) * MS) for n in range(3)]
+@pytest.mark.parametrize(
+    ("ttft_ms", "lag_ms", "coalesced", "counts"),
+    [(100, 5.1, 1, False), (500, 24, 1, True), (500, 26, 1, False), (100, 5.1, 0, True), (100, 50, 0, True)],
+)
+def test_a_read_that_is_late_by_little_of_the_latency_does_no_harm(
+    ttft_ms: int, lag_ms: float, coalesced: int, counts: bool
+) -> None:
+    """At most 5 ms or 5 % of the median TTFT: what tokens that share a read can be late by, if there are any."""
+    times = {"first_ns": ttft_ms * MS, "last_ns": (ttft_ms + 30) * MS, "coalesced": coalesced}
+    asked = [request(n, **times) for n in range(3)]
     client = replace(CLIENT, read_lag_p99_ns=lag_ms * MS)
     (load,) = measurements.gather([record(asked, clients=[client], scenario="concurrency", concurrency=3)])
     assert (measurements.load_problems(load) == []) == counts
@@ -171,7 +181,7 @@ def test_a_request_sent_before_it_was_due_is_the_clients_fault(golden: object) -
 
 def test_of_several_processes_the_worst_is_told_once(golden: object) -> None:
     clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
-    assert client_problems(clients, [request()], "offline") == golden
+    assert client_problems(clients, [request(coalesced=1)], "offline") == golden
 
 
 def test_a_sample_answered_twice_is_found(golden: object) -> None:

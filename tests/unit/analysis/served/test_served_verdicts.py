@@ -83,11 +83,24 @@ def test_a_model_has_the_name_that_its_server_gives_it(listed: str, answered: tu
     assert table.title == f"Served model: {shown}" + ("" if shown == "tiny" else " (requested: tiny)")
     warning = f"Warning: the server says that it serves {shown}; requested was tiny."
     assert (warning in table.notes) == (shown != "tiny")
-    named = f" tokens/s with {shown}" + (", not the requested tiny, (" if shown != "tiny" else " (")
+    named = f" tokens/s with {shown}" + (", not the requested tiny (" if shown != "tiny" else " (")
     assert named in served.sentence(report)
     notes = [note for note in report.notes if note.startswith(f"the server says that it serves {shown}, but")]
     assert len(notes) == (shown != "tiny")
     assert f",{shown}," in csv.text(report)
+
+
+def test_the_headroom_of_the_worst_launch_is_below_the_table() -> None:
+    rooms = [("client headroom: good (a)", "good"), ("client headroom: tight (b): use 2", "tight")]
+    launches = [
+        record(timed(7), repeat=n, stages=[stage(planned=7, headroom=text, headroom_grade=grade)])
+        for n, (text, grade) in enumerate(rooms)
+    ]
+    report = build(*launches)
+    assert [(v.headroom, v.headroom_grade) for v in report.served] == [rooms[1]]
+    assert "Before the load, client headroom: tight (b): use 2." in served.tables(report)[0].notes
+    (older,) = build(record(timed(7), stages=[stage(planned=7)])).served
+    assert (older.headroom, older.headroom_grade) == (None, None)
 
 
 def test_launches_of_one_cell_with_different_models_are_noticed() -> None:

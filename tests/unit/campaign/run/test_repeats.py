@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,22 @@ def test_the_messages_name_the_run_and_the_reason(tmp_path: Path, spec: RunSpec,
     ]
 
 
+def test_a_disturbance_that_lasts_is_not_repeated_in_every_run(
+    tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trust, "before", lambda **_uses: trust.Trust(()))
+    # The first run stays red, so the second is launched once; the third is calm, so the fourth is repeated again.
+    weather.script = [BUSY, BUSY, BUSY, BUSY, CALM, BUSY, CALM]
+    specs = [replace(spec, repeat=number) for number in range(4)]
+    messages: list[str] = []
+    controller.campaign(specs, tmp_path, Watcher(), notify=messages.append)
+    assert weather.submitted == len(weather.script)
+    records = {record.spec.repeat: record.repeated for record in store.read_runs(tmp_path)[0]}
+    assert records == {0: 2, 1: 0, 2: 0, 3: 1}
+    (once,) = [message for message in messages if "Not launched again" in message]
+    assert once.startswith(f"trust: red during {specs[1].run_id}: other processes used 1.0 of 2 cores.")
+
+
 @pytest.mark.parametrize(
     ("here", "first"),
     [
@@ -199,7 +216,10 @@ def test_the_number_of_repeats_is_a_setting(
     assert weather.submitted == launches
 
 
-def test_a_wrong_number_of_repeats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_of_repeats_is_refused_before_anything_runs(
+    tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_RED_REPEATS", "many")
     with pytest.raises(RequestError, match="PACELINE_RED_REPEATS: got 'many', expected a whole number, 0 or more"):
-        controller.red_repeats()
+        controller.campaign([spec], tmp_path, Watcher())
+    assert (weather.submitted, list(tmp_path.iterdir())) == (0, [])

@@ -84,10 +84,11 @@ def test_a_process_of_the_client_may_open_all_files_the_system_allows(
     assert shard.most_in_flight > 20
 
 
+ANSWER = RequestResult(
+    number=0, replica=0, due_ns=0, first_ns=100_000_000, first_byte_ns=1, pieces=4, coalesced=1, stamped=True
+)
 GOOD = ShardResult(
-    results=[
-        RequestResult(number=0, replica=0, due_ns=0, first_ns=100_000_000, first_byte_ns=1, pieces=4, stamped=True)
-    ],
+    results=[ANSWER],
     start_ns=0,
     schedule_lag_ns=[50_000] * 100,
     read_lag_ns=[30_000] * 100,

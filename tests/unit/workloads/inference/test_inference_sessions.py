@@ -19,8 +19,15 @@ from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.results import client_audit
 from paceline.results.records import Evidence, Sample
-from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
-from paceline.serving import early_stopping
+from paceline.results.served_samples import (
+    AnswerSample,
+    CeilingSample,
+    ClientSample,
+    ReplicaSample,
+    RequestSample,
+    StageSample,
+)
+from paceline.serving import client_ceiling, early_stopping
 from paceline.serving.client import schedule, worker_pool
 from paceline.serving.client.schedule import RequestResult, ShardResult
 from paceline.serving.client.shard import Progress
@@ -155,6 +162,21 @@ def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start,
     # On one host they are told apart by their ports.
     told = [(replica.model, f"http://{replica.host}") for replica in found.of(ReplicaSample)]
     assert told == [("one", one.url), ("two", two.url)]
+
+
+def test_the_headroom_of_the_client_is_known_before_each_load(
+    start: Start, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ceiling is 20,000 events a second: 2,500 requests of 8 tokens."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    client_ceiling.keep(CeilingSample(rank=0, processes=1, events_per_s=2e4, streams=500, measured_at_s=1.0))
+    found = ask(start(), scenario="constant", rate_per_s=100.0, requests=20)
+    (stage,) = found.of(StageSample)
+    assert stage.headroom_grade == "good"
+    assert stage.headroom == "client headroom: good (needs 100 of 2,500 requests/s; self-test of 1970-01-01)"
+    assert any(stage.headroom in text for _, text in found.moves)
+    found = ask(start(), concurrency=2, requests=8, warmup_requests=0)
+    assert [stage.headroom_grade for stage in found.of(StageSample)] == ["unknown"]
 
 
 def test_the_name_of_the_model_is_what_the_answers_say(start: Start, ask: Ask) -> None:

@@ -15,6 +15,7 @@ from paceline.models import arithmetic
 
 pytest.importorskip("torch")
 
+from paceline.workloads import memory
 from paceline.workloads.memory.rehearsal import Answer, Question, rehearse
 
 SHAPE = arithmetic.load(Choice("tiny"))
@@ -56,8 +57,9 @@ CASES: dict[str, Question] = {
 def answers() -> Iterator[dict[str, Answer]]:
     """Each in a fresh process, as in a run; two at a time, forked from one that has torch and no more."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "paceline.workloads.memory.rehearsal"])
-    with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
+    context.set_forkserver_preload(list(memory.REHEARSAL))
+    workers = {"max_tasks_per_child": 1, "initializer": memory.begin_rehearsals}
+    with ProcessPoolExecutor(2, mp_context=context, **workers) as pool:
         yield dict(zip(CASES, pool.map(rehearse, CASES.values()), strict=True))
 
 
