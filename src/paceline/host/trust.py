@@ -55,12 +55,14 @@ class DeviceReading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One grade. text says what was read, with its number; fix what to do, as a sentence."""
+    """One grade. text says what was read, with its number; fix what to do, as a sentence. lasts: the request is the
+    cause, so another launch would be the same."""
 
     name: str
     level: str
     text: str
     fix: str | None = None
+    lasts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,11 @@ class Trust:
     def disturbances(self) -> tuple[Check, ...]:
         """The amber and red grades, the worst first."""
         return tuple(sorted(filter(_rank, self.checks), key=_rank, reverse=True))
+
+    @property
+    def is_worth_repeating(self) -> bool:
+        """Whether something is red that may be gone in another launch."""
+        return any(check.level == RED and not check.lasts for check in self.checks)
 
     @property
     def reasons(self) -> tuple[str, ...]:

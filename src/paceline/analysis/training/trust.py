@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.analysis.findings import LaunchTrust
@@ -15,18 +15,20 @@ from paceline.host.trust import Check, Trust
 from paceline.host.usage import HostUsage
 from paceline.results.records import RunRecord, Status
 
+# Grades of a client's headroom (`serving.headroom`).
+HEADROOM = {"good": trust.GREEN, "tight": trust.AMBER, "insufficient": trust.RED}
 
-def launch_trust(record: RunRecord, window: Window | None = None, more: Iterable[Check] = ()) -> Trust | None:
+
+def launch_trust(record: RunRecord, window: Window | None = None) -> Trust | None:
     """The light of a launch over its measured window; None if its speed is not measured.
 
-    more are grades from elsewhere, such as the headroom of a load generator. A check that several hosts or GPUs fail is
-    listed once, for the worst of them.
+    A check that several hosts, GPUs or loads fail is listed once, for the worst of them.
     """
     if record.is_reference or record.spec.traits.measures_memory:
         return None
     if window is None and record.steps and record.spec.is_certified:
         window = open_window(record)
-    return Trust(trust.worst_of([*_host_checks(record, window), *_gpu_checks(record, window), *more]))
+    return Trust(trust.worst_of([*_host_checks(record, window), *_gpu_checks(record, window), *_client_checks(record)]))
 
 
 def finding(record: RunRecord, window: Window | None = None) -> LaunchTrust | None:
@@ -35,6 +37,14 @@ def finding(record: RunRecord, window: Window | None = None) -> LaunchTrust | No
     if light is None or (light.level == trust.UNKNOWN and not record.repeated):
         return None
     return LaunchTrust(level=light.level, reasons=light.reasons, repeated=record.repeated)
+
+
+def _client_checks(record: RunRecord) -> Iterator[Check]:
+    """How far each load was from the limit of its client. Another launch sends the same load."""
+    for stage in record.stages:
+        if stage.headroom is not None:
+            level = HEADROOM.get(str(stage.headroom_grade), trust.UNKNOWN)
+            yield Check("client headroom", level, stage.headroom, lasts=True)
 
 
 # --- hosts ---

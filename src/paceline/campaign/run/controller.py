@@ -337,7 +337,7 @@ def execute(
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most
     status, error, light = launch_once(spec, out, observer, reference)
     repeated = 0
-    while light is not None and light.level == trust.RED and repeated < most:
+    while light is not None and light.is_worth_repeating and repeated < most:
         repeated += 1
         notify(f"{light.line(f' during {spec.run_id}')} Launching it again (repeat {repeated} of {most}).")
         earlier, again = store.last_set_aside(run_dir) + 1, None
@@ -350,11 +350,11 @@ def execute(
                 store.restore(run_dir, earlier)
             store.note_repeats(run_dir, repeated)
     if light is not None:
-        is_red = light.level == trust.RED
-        why = " Not launched again, because the run before stayed red." if is_red and repeats.lasts else ""
+        still = light.is_worth_repeating
+        why = " Not launched again, because the run before stayed red." if still and repeats.lasts else ""
         if light.disturbances:
             notify(f"{light.line(f' during {spec.run_id}')}{why}")
-        repeats.lasts = is_red and repeats.most > 0
+        repeats.lasts = still and repeats.most > 0
     return status, error
 
 

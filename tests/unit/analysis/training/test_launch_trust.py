@@ -14,7 +14,7 @@ from answered_records import build_stage
 from paceline.analysis import report
 from paceline.analysis.training.trust import finding, launch_trust
 from paceline.experiment.choices import Choice
-from paceline.host.trust import AMBER, GREEN, RED, UNKNOWN, Check
+from paceline.host.trust import AMBER, GREEN, RED, UNKNOWN
 from paceline.results.records import AttemptSample, GaugeSample, RunRecord, StartSample, Status
 
 Builder = Callable[..., Any]
@@ -148,13 +148,6 @@ def test_the_governor_counts_on_cpus_only(launch: Builder) -> None:
     assert (on_cpu.level, on_gpu.level) == (AMBER, GREEN)
 
 
-def test_another_check_can_be_added(launch: Builder) -> None:
-    """Such as the headroom of a load generator."""
-    light = launch_trust(launch(readings()), more=[Check("client headroom", AMBER, "the client is at 90 %")])
-    assert light is not None
-    assert (light.level, light.reasons) == (AMBER, ("the client is at 90 %",))
-
-
 # --- served ---
 
 
@@ -165,6 +158,34 @@ def test_the_load_of_a_server_that_we_did_not_start_is_not_blamed_on_others(engi
     light = launch_trust(served_record(spec, (), stages=(stage,), gauges=tuple(readings(lambda _at: 4.0))))
     assert light is not None
     assert light.level == level
+
+
+@pytest.mark.parametrize(
+    ("grades", "level", "texts"),
+    [
+        (("good", "good"), GREEN, ()),
+        (("good", "tight"), AMBER, ("load 1 is tight",)),
+        (("insufficient", "tight"), RED, ("load 0 is insufficient",)),
+        (("insufficient", "insufficient"), RED, ("load 0 is insufficient (and 1 more)",)),
+        (("unknown", None), GREEN, ()),
+    ],
+)
+def test_the_headroom_of_the_client_counts_but_repeating_does_not_help(
+    grades: Sequence[str | None], level: str, texts: tuple[str, ...]
+) -> None:
+    stages = [
+        dataclasses.replace(
+            build_stage(number, 10.0 * number, 10.0 * number + 10),
+            began_at_s=BEGAN + 10 * number,
+            headroom=grade and f"load {number} is {grade}",
+            headroom_grade=grade,
+        )
+        for number, grade in enumerate(grades)
+    ]
+    spec = dataclasses.replace(served_spec(), engine=Choice("vllm"))
+    light = launch_trust(served_record(spec, (), stages=tuple(stages), gauges=tuple(readings())))
+    assert light is not None
+    assert (light.level, light.reasons, light.is_worth_repeating) == (level, texts, False)
 
 
 # --- GPUs ---
