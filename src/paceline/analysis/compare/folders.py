@@ -250,12 +250,12 @@ def _quantities(pair: Pair, between_days: float) -> Iterable[Found]:
 
 def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     launches = first.resampled.launches, second.resampled.launches
-    if first.bracket and second.bracket:
-        between = rate_search.ratio(second.bracket, first.bracket)
-        return between, rate_search.interval_text(first.bracket, second.bracket)
     if min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: one launch cannot show how much launches differ"
+    if first.bracket and second.bracket:
+        between = rate_search.ratio(second.bracket, first.bracket)
+        return between, rate_search.interval_text(first.bracket, second.bracket)
     found = ratio_between([second.resampled], [first.resampled])
     if found is not None:
         return found, launches_note(min(launches)) or ""
