@@ -157,7 +157,7 @@ def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches(golden:
     assert "1.50" in gain.text
 
 
-def test_a_gain_within_the_spread_of_launches_is_a_tie() -> None:
+def test_a_gain_within_the_spread_of_launches_is_inconclusive() -> None:
     wild = [make(n, by) for make in (static, dynamic) for n, by in enumerate((0.5, 1.0, 2.0))]
     (gain,) = fleets.partition_gains(measurements.gather(wild))
     assert gain.verdict == TIE

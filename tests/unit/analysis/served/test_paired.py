@@ -66,7 +66,7 @@ def test_a_tenth_is_found_although_samples_differ_by_more() -> None:
     assert speed.ratio == pytest.approx(1.1, rel=0.005)
 
 
-def test_equal_replicas_tie() -> None:
+def test_equal_replicas_are_equal() -> None:
     found = by_metric(turns(lambda replica, number, at: noise(number, replica)))
     assert {ratio.verdict for ratio in found.values()} == {TIE}
 
