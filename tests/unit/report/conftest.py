@@ -1,4 +1,4 @@
-"""A report made by hand: five strategies at 2 processes (two are equal, one is invalid), ddp at 1, a refusal and an oom."""
+"""A report made by hand: five strategies at 2 processes (two equal, one invalid), ddp at 1, a refusal and an oom."""
 
 from __future__ import annotations
 

@@ -165,7 +165,9 @@ def _why(group: Group, winner: str, other: str) -> str:
     cells = {cell.id: cell for cell in group.cells}
     pair = cells[winner], cells[other]
     parts = [
-        _contrast(pair, "wire_bytes_per_step", lambda v: f"{format_parts(v / 1e6, None, None)[0]} MB", "on the wire per step"),
+        _contrast(
+            pair, "wire_bytes_per_step", lambda v: f"{format_parts(v / 1e6, None, None)[0]} MB", "on the wire per step"
+        ),
         _contrast(pair, "comm_exposed_ratio", lambda v: f"{v:.1%}", "of the time in exposed communication"),
     ]
     phases = {phase: values for phase in PHASES if (values := _values(pair, phase))}

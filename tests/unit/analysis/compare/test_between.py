@@ -131,9 +131,8 @@ class TestDifferences:
         assert (own.path, own.first, own.second) == ("environment.NCCL_ALGO", None, "Tree")
         assert change(found, label="fsdp2").differences == ()
         sentence = present.sentence(found)
-        assert (
-            sentence
-            == "B is 4.8 % slower than A in 1 of 2 cells; the difference is inconclusive in 1 cell; B ran on another day "
+        assert sentence == (
+            "B is 4.8 % slower than A in 1 of 2 cells; the difference is inconclusive in 1 cell; B ran on another day "
             "(1970-01-03, A on 1970-01-02): every interval of a speed allows for 1 % between them; driver 580 -> 590 "
             "differs."
         )

@@ -135,6 +135,13 @@ class TestWithinACampaign:
         error = sum(max(own**2, mean) for own in errors[:2]) ** 0.5
         assert math.log(pair.high / pair.ratio) == pytest.approx(2.2281 * error, rel=1e-4)
 
+    def test_cells_of_one_launch_are_no_chance_to_be_wrong(self, make_cell: Builder) -> None:
+        cells = make_cell(1.0, strategy="ddp"), make_cell(1.1, strategy="fsdp2")
+        (pair,) = found(*cells)
+        with_once = found(*cells, make_cell(1.2, 1, strategy="zero:stage=1"))
+        assert pair in with_once
+        assert [c.verdict for c in with_once if c != pair] == ["inconclusive"] * 2
+
     def test_equal_cells_of_a_large_group_are_rarely_ranked(self, make_cell: Builder) -> None:
         """Without the correction, one group in five or more would have a wrong winner."""
         names = ("ddp", "fsdp2", "zero:stage=1", "zero:stage=2", "zero:stage=3")
