@@ -39,7 +39,8 @@ if verb == "run":
     if told.get("signal"):
         os.kill(os.getpid(), told["signal"])
     sys.exit(told.get("code", 0))
-print(json.dumps({"answer": told.get("answer", "B and A are equal.")}) if rest[-1] == "json" else "**B and A are equal.**")
+answer = told.get("answer", "B and A are equal.")
+print(json.dumps({"answer": answer}) if rest[-1] == "json" else "**B and A are equal.**")
 print(told.get("gate", ""), file=sys.stderr)
 sys.exit(told.get("compare", 0))
 """

@@ -173,12 +173,14 @@ class TestRatio:
         assert found.detectable() == pytest.approx(0, abs=1e-9)
 
     def test_interval_is_students_for_the_family_and_normal_for_the_common_error(self) -> None:
+        """The common error is the same in all of a family: its tail is halved and not divided by ten."""
         alone = Ratio(1.1, error=0.01, freedom=4, launches=3)
         assert math.log(alone.high / 1.1) == pytest.approx(2.7764 * 0.01, rel=1e-4)
         assert math.log(1.1 / alone.interval(family=10)[0]) == pytest.approx(5.5976 * 0.01, rel=1e-4)
         days = alone._replace(common=0.02)
-        reach = math.hypot(5.5976 * 0.01, 1.95996 * 0.02)
-        assert math.log(days.interval(family=10)[1] / 1.1) == pytest.approx(reach, rel=1e-4)
+        for family, own, common in ((1, 2.7764, 1.95996), (10, 5.5976, 2.24140)):
+            reach = math.hypot(own * 0.01, common * 0.02)
+            assert math.log(days.interval(family)[1] / 1.1) == pytest.approx(reach, rel=1e-4)
         slack = alone._replace(slack=(math.inf, 0.1))
         assert slack.low == 0
         assert math.log(slack.high / 1.1) == pytest.approx(0.1 + 2.7764 * 0.01, rel=1e-4)
