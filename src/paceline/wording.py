@@ -194,7 +194,7 @@ def verdict_text(
         within = None if low is None or high is None else math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
         return (f"equal (within {within} %)" if within else "equal"), number
     if verdict == "inconclusive":
-        detectable = f", smallest detectable difference {detectable_ratio * 100:.2g} %" if detectable_ratio else ""
+        detectable = f", smallest detectable difference {short_percent(detectable_ratio)}" if detectable_ratio else ""
         return verdict, f"{number}{detectable}"
     percent = abs(ratio - 1) * 100
     return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}", number
@@ -214,6 +214,18 @@ def format_size(size_bytes: float) -> str:
     """`8 B`, `4 KiB`, `1.5 MiB`: powers of two read as such."""
     scale, unit = next(((s, u) for s, u in _BINARY if size_bytes >= s), (1, "B"))
     return f"{size_bytes / scale:.4g} {unit}"
+
+
+def short_percent(ratio: float) -> str:
+    """`5.8 %`: two significant digits, without an exponent.
+
+    >>> short_percent(0.0583), short_percent(2.514), short_percent(1e9)
+    ('5.8 %', '251 %', 'over 1,000 %')
+    """
+    percent = ratio * 100
+    if percent > 1000:
+        return "over 1,000 %"
+    return f"{percent:.2g} %" if percent < 99.5 else f"{percent:.0f} %"
 
 
 def percent_up(bound: float | None) -> str:

@@ -29,7 +29,7 @@ SINGULAR = {
 # What people read, and what stands in report.json for it.
 SHOWN = {"faster", "slower", "equal", "inconclusive", "certified"}
 STORED = {
-    *(training.BETTER, training.WORSE, training.TIE),
+    *(training.BETTER, training.WORSE, training.EQUAL, training.INCONCLUSIVE),
     *machine.WORST_FIRST,
     *(served.VALID, served.INVALID),
     *(served.AGREES, served.DIFFERS, served.UNDECIDED, served.SILENT),

@@ -262,7 +262,7 @@ def _compare(out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasio
     sentence = result.sentence or regression or (f"{compared.rstrip('.')} {sides}" if compared else None)
     return Result(
         outcome=failure if gated and result.outcome == "ok" else result.outcome,
-        exit_code=(TOO_NOISY if failure == "inconclusive" else 1) if gated else result.exit_code,
+        exit_code=result.exit_code or (TOO_NOISY if failure == "inconclusive" else 1) if gated else result.exit_code,
         sentence=sentence,
         report=result.report,
         compared_with=str(before.relative_to(out)),

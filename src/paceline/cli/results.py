@@ -290,22 +290,23 @@ def compare(arguments: argparse.Namespace) -> int:
 def _could_catch(comparison: Between, limit: float) -> bool:
     """Print the smallest regression that the gate could have caught; False if it is larger than the limit."""
     from paceline.report import gate
+    from paceline.wording import short_percent
 
     least = gate.least_visible(comparison)
     if least is None:
         return True
-    smallest = gate.catchable(least) * 100
+    smallest = gate.catchable(least)
     where = f"in {least.label}" + (f", {least.row}" if least.row else "")
+    is_enough = smallest * 100 <= limit
     if math.isinf(smallest):
-        text, advice = f"the gate could not have caught any regression {where}", least.reason
+        text = f"the gate could not have caught any regression {where}: {least.reason}"
     else:
-        text = f"the gate could have caught a regression of {smallest:.2g} % or more {where}"
-        advice = "use more launches, a quieter machine, or a larger limit"
-    if smallest <= limit:
-        print(f"paceline: {text}", file=sys.stderr)
-        return True
-    print(f"paceline: {text}, which is more than the {limit:g} % asked for: {advice}", file=sys.stderr)
-    return False
+        text = f"the gate could have caught a regression of {short_percent(smallest)} or more {where}"
+    if not is_enough and not math.isinf(smallest):
+        quieter = "the same day and node or more days" if comparison.occasions else "a quieter machine"
+        text += f", which is more than the {limit:g} % asked for: use more launches, {quieter}, or a larger limit"
+    print(f"paceline: {text}", file=sys.stderr)
+    return is_enough
 
 
 def history(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.analysis.findings import EQUAL, WORSE, Comparison, Recommendation, Report
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.training import UNDECIDED
-from paceline.analysis.statistics.verdict import EQUAL_WITHIN, ONE_LAUNCH
 from paceline.report.tables import (
     accuracy,
     ceilings,
@@ -28,7 +27,7 @@ from paceline.report.tables import (
 )
 from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes
-from paceline.wording import listed, ratio_words
+from paceline.wording import listed, ratio_words, short_percent
 
 # Sentences of a report about the machine; each is empty if the report has no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
@@ -136,6 +135,8 @@ def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
         within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
         text = f"{names} are equal (within {max(within, 1)} %){where}"
     elif any(c.launches == 1 for c in ties):
+        from paceline.analysis.statistics.verdict import ONE_LAUNCH
+
         text = f"No verdict on {names}{where}: {ONE_LAUNCH}"
     else:
         text = f"Inconclusive: {names} cannot be ranked{where}{_undecided(ties)}"
@@ -144,10 +145,12 @@ def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
 
 def _undecided(comparisons: Sequence[Comparison]) -> str:
     """What these comparisons could have shown, and how many launches would decide the least certain of them."""
+    from paceline.analysis.statistics.verdict import EQUAL_WITHIN
+
     widest = max(comparisons, key=lambda c: c.detectable_ratio or 0.0, default=None)
     if widest is None or not widest.detectable_ratio:
         return ""
-    text = f"; smallest detectable difference {widest.detectable_ratio * 100:.2g} %"
+    text = f"; smallest detectable difference {short_percent(widest.detectable_ratio)}"
     effect = max(widest.ratio, 1 / widest.ratio) - 1
     # The detectable difference falls with the square root of the number of launches.
     needed = math.ceil((widest.launches or 0) * (widest.detectable_ratio / max(effect, EQUAL_WITHIN)) ** 2)

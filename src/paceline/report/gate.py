@@ -45,8 +45,11 @@ def least_visible(found: Between) -> Change | None:
 def catchable(c: Change) -> float:
     """The smallest regression, as a fraction, that this comparison shows four times out of five."""
     if c.low == c.high == 1 or (c.low is None and c.verdict is not None):
-        return 0.0  # the same runs, or equal to the last digit
-    return math.inf if c.detectable_ratio is None else c.detectable_ratio
+        return 0.0  # equal to the last digit
+    if c.detectable_ratio is None:
+        return math.inf
+    # An effect is max(r, 1/r) - 1, a loss of a rate is 1 - r.
+    return c.detectable_ratio / (1 + c.detectable_ratio) if c.better == HIGHER else c.detectable_ratio
 
 
 def gated(found: Between) -> list[Change]:

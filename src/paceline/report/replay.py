@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.analysis.findings.reproduction import CellReproduction, Remeasured, ReplayVerdict, Reproduction
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.measurements import format_measurement
-from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_number, places
+from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_number, places, short_percent
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,7 +90,7 @@ def verdict_sentence(found: Reproduction) -> str:
     lead = "Reproduced" if good == total else "Reproduced in part" if good else none
     cells = [cell for cell in found.cells if cell.verdict is ReplayVerdict.REPRODUCED]
     effects = [m.detectable_ratio for cell in cells for m in cell.metrics if m.detectable_ratio is not None]
-    power = f" (a difference under {max(effects) * 100:.2g} % could have gone unseen)" if effects else ""
+    power = f" (a difference under {short_percent(max(effects))} could have gone unseen)" if effects else ""
     rest = [
         f"; {count} {word}"
         for verdict, word in (

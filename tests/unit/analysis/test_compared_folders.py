@@ -52,17 +52,53 @@ def test_a_regression_is_exit_code_1_and_one_line(
     a, b = campaign("a", 1.0, driver="580"), campaign("b", 1.1, day=1, driver="590")
     assert cli.main(["compare", str(a), str(b)]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("B is 9.1 % slower than A in the cell; driver 580 -> 590 differs.")
+    days = "B ran on another day (2023-11-15, A on 2023-11-14): every interval of a speed allows for 1 % between them"
+    assert shown.out.startswith(f"B is 9.1 % slower than A in the cell; {days}; driver 580 -> 590 differs.")
     assert shown.err == ""
     assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "5"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error == golden
     assert "5 %" in error
-    assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "20"]) == 0
-    assert cli.main(["compare", str(b), str(a), "--fail-on-regression", "0"]) == 0
-    assert cli.main(["compare", str(a), str(a), "--fail-on-regression", "0"]) == 0
-    assert capsys.readouterr().err == ""
+    for first, second, limit in ((a, b, "20"), (b, a, "5"), (a, a, "5")):
+        assert cli.main(["compare", str(first), str(second), "--fail-on-regression", limit]) == 0
+        assert capsys.readouterr().err == golden
+
+
+def test_a_gate_that_is_too_noisy_is_exit_code_3_and_one_line(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str], golden: object
+) -> None:
+    """Another day allows for a difference of 4 %: a regression of 3 % would go unseen, whatever was measured."""
+    a, same, b = campaign("a", 1.0), campaign("same", 1.0, day=1), campaign("b", 0.8, day=1)
+    for second in (same, b):
+        assert cli.main(["compare", str(a), str(second), "--fail-on-regression", "3"]) == 3
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error == golden
+    assert cli.main(["compare", str(a), str(same), "--fail-on-regression", "3", "--day-spread", "0.5"]) == 0
+    assert cli.main(["compare", str(a), str(same)]) == 0, "without a gate nothing is asked of the data"
+
+
+def test_a_regression_is_one_even_if_a_smaller_one_would_go_unseen(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = campaign("a", 1.0), campaign("b", 1.1, day=1)
+    assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "1"]) == 1
+    assert capsys.readouterr().err.startswith("paceline: regression beyond 1 %: ddp")
+
+
+def test_the_spread_of_days_is_in_every_interval(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = campaign("a", 1.0), campaign("b", 1.02, day=1)
+    verdicts = {}
+    for spread in ("0", "1"):
+        assert cli.main(["compare", str(a), str(b), "--day-spread", spread, "--format", "json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        (speed,) = [c for c in document["changes"] if c["metric"] == "tokens_per_s"]
+        verdicts[spread] = speed["verdict"]
+        assert document["occasions"].endswith(f"allows for {spread} % between them")
+    assert verdicts == {"0": "worse", "1": "inconclusive"}
 
 
 def test_a_gate_that_could_decide_nothing_does_not_pass(
@@ -93,29 +129,23 @@ def test_a_gate_that_could_decide_nothing_does_not_pass(
     assert "50.0 %" in shown.out
     assert "slower" in shown.out
     assert shown.err == ""
-    assert cli.main(["compare", fast, slow, "--fail-on-regression", "5"]) == 1
-    error = capsys.readouterr().err
-    assert error == golden
-    assert "matmul_flops_per_s" in error
-    assert "50.0 %" in error
-    assert "lower" in error
-    assert cli.main(["compare", fast, slow, "--fail-on-regression", "60"]) == 0
-    assert cli.main(["compare", slow, fast, "--fail-on-regression", "5"]) == 0
-    assert capsys.readouterr().err == ""
+    for first, second in ((fast, slow), (slow, fast)):
+        assert cli.main(["compare", first, second, "--fail-on-regression", "60"]) == 3
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error == golden
 
 
-def test_what_a_gate_could_not_judge_is_said_where_the_rest_was_judged(
+def test_one_launch_of_training_does_not_pass_a_gate(
     make_cell: Builder, make_reference: Builder, tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
-    def folder(name: str, start: float, memory_bytes: int) -> str:
-        runs = make_cell(1.0, repeats=1, strategy="ddp", record={"memory_bytes": memory_bytes})
+    def folder(name: str, start: float, seconds: float, repeats: int) -> str:
+        runs = make_cell(seconds, repeats=repeats, strategy="ddp")
         return str(write(tmp_path / name, [make_reference(runs[0].spec), *runs], start))
 
-    a, b = folder("a", 1.7e9, 100 * 2**20), folder("b", 1.8e9, 200 * 2**20)
-    assert cli.main(["compare", a, b, "--fail-on-regression", "5"]) == 0
-    error = capsys.readouterr().err
-    assert error == golden
-    assert "peak_memory_bytes" in error
+    a, b = folder("a", 1.7e9, 1.0, 3), folder("b", 1.8e9, 1.01, 1)
+    assert cli.main(["compare", a, b, "--fail-on-regression", "50"]) == 3
+    assert capsys.readouterr().err == golden
 
 
 def test_formats_for_ci_stay_parsable_when_the_gate_fails(
@@ -134,11 +164,12 @@ def test_formats_for_ci_stay_parsable_when_the_gate_fails(
     assert "| tokens_per_s |" in text
 
 
+@pytest.mark.parametrize("option", ["--fail-on-regression", "--day-spread"])
 @pytest.mark.parametrize("given", ["-1", "100", "nan", "inf"])
 def test_a_limit_that_is_no_percentage_is_refused_before_anything_is_read(
-    given: str, capsys: pytest.CaptureFixture[str], golden: object
+    given: str, option: str, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
-    assert cli.main(["compare", "nowhere", "nowhere", f"--fail-on-regression={given}"]) == 2
+    assert cli.main(["compare", "nowhere", "nowhere", f"{option}={given}"]) == 2
     text = capsys.readouterr().err
     assert text == golden
     assert "100" in text

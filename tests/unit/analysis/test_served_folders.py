@@ -53,18 +53,26 @@ Folder = Callable[..., Path]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    """Answers that take about so long, from a server at the port of the day."""
+    """Answers that take about so long, from a server at the port of the day; launches differ by 0.2 %."""
 
-    def make(name: str, seconds: float, day: int = 0, **more: Any) -> Path:
-        asked = one_by_one(lambda n, at: seconds * (1 + 0.1 * ((n * 7 + day) % 11 - 5) / 5), COUNT)
-        record = build_record(build_spec(f"openai:url=http://127.0.0.1:{8000 + day}"), asked, clients=(client(),))
-        return write(tmp_path / name, [dataclasses.replace(record, **more)], 1.7e9 + 86400 * day)
+    def make(name: str, seconds: float, day: int = 0, repeats: int = 1, **more: Any) -> Path:
+        records = []
+        for repeat in range(repeats):
+            level = seconds * (1 + 0.002 * (repeat - 1))
+            asked = one_by_one(lambda n, at, level=level: level * (1 + 0.1 * ((n * 7 + day) % 11 - 5) / 5), COUNT)
+            spec = build_spec(f"openai:url=http://127.0.0.1:{8000 + day}", repeat)
+            records.append(dataclasses.replace(build_record(spec, asked, clients=(client(),)), **more))
+        return write(tmp_path / name, records, 1.7e9 + 86400 * day)
 
     return make
 
 
 def test_the_gate_fails_on_a_slower_server_and_passes_an_equal_one(folder: Folder, capsys: Any, golden: object) -> None:
-    a, slow, same = folder("a", 0.1), folder("slow", 0.13, day=1), folder("same", 0.1, day=2)
+    a, slow, same = (
+        folder("a", 0.1, repeats=3),
+        folder("slow", 0.13, day=1, repeats=3),
+        folder("same", 0.1, day=2, repeats=3),
+    )
     assert cli.main(["compare", str(a), str(slow), "--fail-on-regression", "10"]) == 1
     shown = capsys.readouterr()
     assert shown.out == golden
@@ -72,33 +80,53 @@ def test_the_gate_fails_on_a_slower_server_and_passes_an_equal_one(folder: Folde
     assert shown.err.count("\n") == 1
     assert shown.err == golden
     assert "10 %" in shown.err
-    assert cli.main(["compare", str(a), str(same), "--fail-on-regression", "1"]) == 0
-    assert capsys.readouterr().out == golden
-
-
-def test_the_gate_says_which_latency_it_could_not_see_and_fails(tmp_path: Path, capsys: Any, golden: object) -> None:
-    """50 requests a second and 50 in flight: 460 are too few blocks, and tokens a second stay what was asked for."""
-
-    def scheduled(name: str, ttft_s: float, day: int) -> str:
-        asked = [build_request(n, n / 50, 1.0, first_ns=round((n / 50 + ttft_s) * 1e9)) for n in range(460)]
-        spec = build_spec(scenario="constant", concurrency=None, rate_per_s=50.0)
-        return str(write(tmp_path / name, [build_record(spec, asked, clients=(client(),))], 1.7e9 + 86400 * day))
-
-    a, late = scheduled("a", 0.1, 0), scheduled("late", 0.3, 1)
-    assert cli.main(["compare", a, late, "--fail-on-regression", "5"]) == 1
+    assert cli.main(["compare", str(a), str(same), "--fail-on-regression", "5"]) == 0
     shown = capsys.readouterr()
     assert shown.out == golden
-    assert "TTFT" in shown.out
-    assert "p50" in shown.out
-    assert "200 %" in shown.out
     assert shown.err == golden
-    assert "ttft_p50_s" in shown.err
-    assert "200 %" in shown.err
-    assert "higher" in shown.err
-    # Where the first token comes earlier and the last when it did, TPOT is 29 % more.
-    assert cli.main(["compare", late, a, "--fail-on-regression", "5"]) == 1
-    assert cli.main(["compare", late, a, "--fail-on-regression", "50"]) == 0
-    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_one_launch_of_a_server_has_a_ratio_and_does_not_pass_the_gate(
+    folder: Folder, capsys: Any, golden: object
+) -> None:
+    a, slow = folder("a", 0.1), folder("slow", 0.13, day=1)
+    assert cli.main(["compare", str(a), str(slow), "--fail-on-regression", "10"]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == golden
+    assert shown.err == golden
+
+
+def test_a_rate_that_arrives_as_scheduled_says_nothing_about_latencies(
+    tmp_path: Path, capsys: Any, golden: object
+) -> None:
+    """50 requests a second: tokens a second stay what was asked for, so only latencies can show a regression. Those of
+    B differ by half from launch to launch."""
+
+    def scheduled(name: str, day: int, *ttft_s: float) -> str:
+        records = []
+        for repeat, first_s in enumerate(ttft_s):
+            asked = [
+                build_request(
+                    n,
+                    n / 50,
+                    1.0,
+                    first_ns=round((n / 50 + first_s) * 1e9),
+                    last_ns=round((n / 50 + 2 * first_s) * 1e9),
+                )
+                for n in range(460)
+            ]
+            spec = build_spec(repeat=repeat, scenario="constant", concurrency=None, rate_per_s=50.0)
+            records.append(build_record(spec, asked, clients=(client(),)))
+        return str(write(tmp_path / name, records, 1.7e9 + 86400 * day))
+
+    a, wild = scheduled("a", 0, 0.1, 0.1001, 0.1002), scheduled("wild", 1, 0.1, 0.15, 0.2)
+    assert cli.main(["compare", a, wild, "--fail-on-regression", "5"]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == golden
+    assert shown.err == golden
+    late = scheduled("late", 1, 0.3, 0.3003, 0.3006)
+    assert cli.main(["compare", a, late, "--fail-on-regression", "5"]) == 1
+    assert cli.main(["compare", late, a, "--fail-on-regression", "5"]) == 0
 
 
 def test_a_run_whose_client_was_the_bottleneck_is_not_ranked(folder: Folder, capsys: Any, golden: object) -> None:
@@ -171,17 +199,17 @@ def test_every_format_of_a_report_holds_what_stands_beside_speed(folder: Folder,
 ENOUGH = 459
 
 
-def searched(tmp_path: Path, name: str, *loads: tuple[float, int], day: int = 0) -> Path:
-    """A search whose loads are each a rate, and how many of its requests had their first token after 2.4 s."""
+def searched(tmp_path: Path, name: str, *loads: tuple[float, int], day: int = 0, repeats: int = 3) -> Path:
+    """Searches whose loads are each a rate, and how many of its requests had their first token after 2.4 s."""
     parts = [
         [build_request(n, 1000 * k + n / rate, 12.0 if n < late else 0.1) for n in range(ENOUGH)]
         for k, (rate, late) in enumerate(loads)
     ]
-    spec = build_spec(scenario="search", concurrency=None, rate_per_s=4.0)
     rates = [rate for rate, _ in loads]
     stages = {"scenario": ["server"] * len(loads), "concurrency": [None] * len(loads)}
-    record = in_stages(spec, parts, rate_per_s=rates, planned=[ENOUGH] * len(loads), **stages)
-    return write(tmp_path / name, [record], 1.7e9 + 86400 * day)
+    specs = [build_spec(repeat=n, scenario="search", concurrency=None, rate_per_s=4.0) for n in range(repeats)]
+    records = [in_stages(s, parts, rate_per_s=rates, planned=[ENOUGH] * len(loads), **stages) for s in specs]
+    return write(tmp_path / name, records, 1.7e9 + 86400 * day)
 
 
 def test_the_gate_follows_what_a_search_found(tmp_path: Path, capsys: Any, golden: object) -> None:
@@ -192,20 +220,31 @@ def test_the_gate_follows_what_a_search_found(tmp_path: Path, capsys: Any, golde
     assert shown.out == golden
     assert "25.0 %" in shown.out
     assert "lower" in shown.out
-    # From 6 (passed) over 8.4 (failed) to 6.3 (failed) over 8 (passed).
     assert shown.err == golden
     assert "max_rate_per_s" in shown.err
     assert "25.0 %" in shown.err
     assert "lower" in shown.err
-    # What it lost at least is under the limit.
-    assert cli.main(["compare", str(a), str(fell), "--fail-on-regression", "22"]) == 0
+    assert cli.main(["compare", str(a), str(fell), "--fail-on-regression", "30"]) == 0
+    assert capsys.readouterr().err == golden
 
 
-def test_a_search_that_found_nearly_the_same_ties(tmp_path: Path, capsys: Any, golden: object) -> None:
+def test_a_search_that_found_nearly_the_same_is_inconclusive(tmp_path: Path, capsys: Any, golden: object) -> None:
     a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
     near = searched(tmp_path, "near", (4, 0), (7.8, 0), (8.2, 100), day=1)
-    assert cli.main(["compare", str(a), str(near), "--fail-on-regression", "0"]) == 0
-    assert capsys.readouterr().out == golden
+    assert cli.main(["compare", str(a), str(near), "--fail-on-regression", "5"]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == golden
+    assert shown.err == golden
+
+
+def test_one_search_on_a_side_has_no_verdict(tmp_path: Path, capsys: Any, golden: object) -> None:
+    """Its bracket does not cover what the next search would find."""
+    a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
+    once = searched(tmp_path, "once", (4, 0), (6, 0), (6.3, 100), day=1, repeats=1)
+    assert cli.main(["compare", str(a), str(once), "--fail-on-regression", "50"]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == golden
+    assert shown.err == golden
 
 
 def test_a_search_that_finds_nothing_any_more_is_a_regression(tmp_path: Path, capsys: Any, golden: object) -> None:
@@ -223,17 +262,17 @@ def test_a_search_that_finds_nothing_any_more_is_a_regression(tmp_path: Path, ca
 def test_a_search_in_which_nothing_failed_has_no_verdict(tmp_path: Path, capsys: Any, golden: object) -> None:
     a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
     cut = searched(tmp_path, "cut", (4, 0), day=1)
-    assert cli.main(["compare", str(a), str(cut), "--fail-on-regression", "10"]) == 1
+    assert cli.main(["compare", str(a), str(cut), "--fail-on-regression", "10"]) == 3
     assert capsys.readouterr().err == golden
 
 
 def test_history_follows_each_load_of_a_sweep_and_what_a_search_found(tmp_path: Path, capsys: Any) -> None:
     for day in range(2):
-        searched(tmp_path, f"search-{day}", (4, 0), (8 - day, 0), (9, 100), day=day)
+        searched(tmp_path, f"search-{day}", (4, 0), (8 - day, 0), (9, 100), day=day, repeats=1)
         parts = [one_by_one(0.1 * (day + 1), COUNT), one_by_one(0.2, COUNT, 100.0)]
         swept = in_stages(build_spec(scenario="sweep", concurrency=2), parts, concurrency=[1, 2], planned=[COUNT] * 2)
         write(tmp_path / f"sweep-{day}", [swept], 1.7e9 + 86400 * day)
-    searched(tmp_path, "nothing", (4, 100), day=3)
+    searched(tmp_path, "nothing", (4, 100), day=3, repeats=1)
     assert cli.main(["history", str(tmp_path), "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = {(s["metric"], s["axes"].get("concurrency")): [p["value"] for p in s["points"]] for s in told["histories"]}

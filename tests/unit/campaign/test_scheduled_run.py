@@ -39,7 +39,8 @@ if verb == "run":
     if told.get("signal"):
         os.kill(os.getpid(), told["signal"])
     sys.exit(told.get("code", 0))
-print(json.dumps({"answer": told.get("answer", "B and A tie.")}) if rest[-1] == "json" else "**B and A tie.**")
+answer = told.get("answer", "B and A are equal.")
+print(json.dumps({"answer": answer}) if rest[-1] == "json" else "**B and A are equal.**")
 print(told.get("gate", ""), file=sys.stderr)
 sys.exit(told.get("compare", 0))
 """
@@ -196,7 +197,7 @@ def test_the_next_run_is_compared_with_the_last_good_one(out: Path, told: Callab
     assert slow.outcome == "regression"
     assert "ddp is 12 % slower" in str(slow.sentence)
     assert slow.compared_with == str(Path(str(good.report)).parent)
-    assert (agenda.folder_of(out, "nightly") / slow.id / "comparison.md").read_text().startswith("**B and A tie")
+    assert (agenda.folder_of(out, "nightly") / slow.id / "comparison.md").read_text().startswith("**B and A are equal")
     time.sleep(1.1)
     told()
     assert run(out)[0] == 0
@@ -210,6 +211,30 @@ def test_a_comparison_that_was_refused_does_not_pass_the_gate(out: Path, told: C
     told(compare=2, gate="paceline: other devices")
     assert run(out)[0] == 1
     assert (last(out).outcome, "other devices" in str(last(out).sentence)) == ("regression", True)
+
+
+def test_a_gate_that_could_not_have_seen_the_regression_is_inconclusive(out: Path, told: Callable[..., None]) -> None:
+    agenda.write(out, schedule_of(fail_on_regression=1.0))
+    run(out)
+    good = last(out)
+    time.sleep(1.1)
+    told(compare=3, gate="paceline: the gate could have caught a regression of 4 % or more in ddp")
+    assert run(out)[0] == 3
+    assert (last(out).outcome, last(out).exit_code) == ("inconclusive", 3)
+    assert "could have caught a regression of 4 %" in str(last(out).sentence)
+    time.sleep(1.1)
+    told()
+    assert run(out)[0] == 0
+    assert last(out).compared_with == str(Path(str(good.report)).parent), "it is no measure for the next run"
+
+
+def test_a_gate_does_not_hide_that_a_run_failed(out: Path, told: Callable[..., None]) -> None:
+    agenda.write(out, schedule_of(fail_on_regression=1.0))
+    run(out)
+    time.sleep(1.1)
+    told(code=1, compare=3, gate="paceline: the gate could not have caught any regression in ddp")
+    assert run(out)[0] == 1
+    assert last(out).outcome == "failed"
 
 
 def test_a_command_is_told_in_variables_and_no_name_becomes_code(

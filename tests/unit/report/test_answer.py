@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -121,12 +122,33 @@ def test_else_about_what_holds_the_winner_back(campaign: Builder, golden: object
     assert "61" in second
 
 
-def test_ties_say_tie(campaign: Builder, golden: object) -> None:
+def test_equal_strategies_are_called_equal(campaign: Builder, golden: object) -> None:
     first, _ = answer(build(campaign(ddp=1.0, fsdp2=1.002), "test"))
     assert first == golden
     first, _ = answer(build(campaign(ddp=1.0, fsdp2=1.002, zero1=1.4), "test"))
     assert first == golden
     assert "ZeRO-1" in first
+
+
+def test_one_launch_is_a_number_and_no_verdict(make_cell: Builder, make_reference: Builder, golden: object) -> None:
+    cells = [make_cell(s, 1, strategy=name) for name, s in {"ddp": 1.0, "fsdp2": 2.0}.items()]
+    report = build([make_reference(cells[0][0].spec), *(r for cell in cells for r in cell)], "test")
+    first, _ = answer(report)
+    assert first == golden
+    assert "repeats=3" in first
+    assert not re.search(r"faster|times as", said(report))
+
+
+def test_noise_says_what_it_could_have_shown_and_how_many_launches_would(
+    make_cell: Builder, make_reference: Builder, golden: object
+) -> None:
+    cells = [make_cell(s, strategy=name, spread=0.05) for name, s in {"ddp": 1.0, "fsdp2": 1.02}.items()]
+    report = build([make_reference(cells[0][0].spec), *(r for cell in cells for r in cell)], "test")
+    (pair,) = [c for c in report.comparisons if c.metric == "tokens_per_s"]
+    first, _ = answer(report)
+    assert first == golden
+    needed = math.ceil(3 * (pair.detectable_ratio / max(pair.ratio - 1, 1 / pair.ratio - 1, 0.02)) ** 2)
+    assert f"about {needed} launches of each" in first
 
 
 def test_no_claim_without_a_comparison(campaign: Builder, make_spec: Builder, golden: object) -> None:
@@ -255,7 +277,7 @@ def test_cost_is_quoted_at_the_price_that_leads_the_table_and_names_it(campaign:
     assert all(len(usd) > 4 for usd in said.groups()), "rounded by the interval, not to three digits"
 
 
-def test_a_tie_in_cost_names_all_who_tie(campaign: Builder, golden: object) -> None:
+def test_equal_costs_name_all_of_them(campaign: Builder, golden: object) -> None:
     found = cheapest(campaign(**{"ddp": 1.0, "fsdp2": 1.002, "zero:stage=3": 1.4}), FIRM)
     assert len(found.choose) == 2
     assert found.text == golden
@@ -277,7 +299,7 @@ def test_only_names_that_people_know_are_spoken(name: str, text: str) -> None:
     assert spoken(name) == text
 
 
-def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: Builder, golden: object) -> None:
+def test_equal_memory_names_all_of_them(make_cell: Builder, make_reference: Builder, golden: object) -> None:
     seconds = {"ddp": 1.0, "fsdp2": 1.2, "zero:stage=3": 1.4}
     cells = [
         make_cell(s, strategy=name, record={"memory_bytes": (100 if name == "ddp" else 40) * 2**20})

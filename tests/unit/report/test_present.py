@@ -84,7 +84,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_ties_share_a_rank_and_only_a_verdict_opens_the_next(report: Report) -> None:
+def test_cells_without_a_verdict_share_a_rank(report: Report) -> None:
     first, single = cells.groups(report)
     assert [(row.rank, row.label) for row in first.rows] == [
         (1, "ddp"),

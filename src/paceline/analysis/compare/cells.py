@@ -220,8 +220,9 @@ def _pairs(group: Group) -> Iterable[Comparison]:
     for metric in comparable_metrics(group.cells):
         known = [(cell, found) for cell in group.cells if (found := metrics.estimate(cell, metric))]
         among = [found for _, found in known]
-        # All pairs of cells are one family: five equal strategies have ten chances to look different.
-        family = len(known) * (len(known) - 1) // 2
+        # All pairs that may get a verdict are one family: five equal strategies have ten chances to look different.
+        repeated = sum(found.launches > 1 for found in among)
+        family = max(repeated * (repeated - 1) // 2, 1)
         for (cell, over), (other, under) in itertools.combinations(known, 2):
             ratio = ratio_between([over], [under], among)
             if ratio is not None:

@@ -70,8 +70,7 @@ CELL, ROW = "cell", "row"
 class Quantity:
     """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell.
 
-    single_launch_suffices: one launch supports an interval, because it has many answers to the same load. bracket: the
-    result of a search, whose interval is not resampled. unbounded: why it has no spread, if so.
+    bracket: the result of a search, whose interval is not resampled. unbounded: why it has no spread, if so.
     """
 
     metric: str
@@ -79,7 +78,6 @@ class Quantity:
     better: str
     row: str | None
     resampled: Resampled
-    single_launch_suffices: bool = False
     bracket: rate_search.Bracket | None = None
     unbounded: str = "launches were not repeated"
 
@@ -193,13 +191,13 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
     if found_rate is not None:
         whole = unbounded(found_rate.rate, found_rate.launches)
         about = measurements.METRICS[rate_search.METRIC]
-        yield Quantity(rate_search.METRIC, *about, None, whole, single_launch_suffices=True, bracket=found_rate)
+        yield Quantity(rate_search.METRIC, *about, None, whole, bracket=found_rate)
     for load in () if is_search(records) else measurements.reliable_loads(records):
         for metric in equal_work.metrics_of(load):
             found = estimates.estimate(load, metric)
             if found is not None and found.value > 0:
                 about, why = estimates.COMPARED[metric], estimates.why_unbounded(found, metric)
-                yield Quantity(metric, *about, load.name, found, single_launch_suffices=True, unbounded=why)
+                yield Quantity(metric, *about, load.name, found, unbounded=why)
 
 
 def rate_searched(records: Sequence[RunRecord]) -> Measurement | None:

@@ -407,8 +407,7 @@ def _notes(
         yield "A point of the fraction has no valid run, so its effects are not estimated."
     elif left_out and design.kind == FACTORIAL:
         yield "Points without a valid run are left out, together with those they would be compared with."
-    if effects:
-        n = len(effects)
+    if (n := len(effects)) > 1:
         yield (
             f"{n} effects on each metric are judged together: if none of them is real, at most one design in 20 shows "
             "any. The intervals shown are 95 % each, the verdicts use wider ones."

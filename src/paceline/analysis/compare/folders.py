@@ -20,7 +20,7 @@ from paceline.analysis.findings import BETTER, EQUAL, WORSE, Between, Change, Di
 from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
-from paceline.analysis.statistics.verdict import BETWEEN_DAYS, verdict_of
+from paceline.analysis.statistics.verdict import BETWEEN_DAYS, ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
@@ -250,12 +250,12 @@ def _quantities(pair: Pair, between_days: float) -> Iterable[Found]:
 
 def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     launches = first.resampled.launches, second.resampled.launches
-    if first.bracket and second.bracket:
-        between = rate_search.ratio(second.bracket, first.bracket)
-        return between, rate_search.interval_text(first.bracket, second.bracket)
     if min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: one launch cannot show how much launches differ"
+    if first.bracket and second.bracket:
+        between = rate_search.ratio(second.bracket, first.bracket)
+        return between, rate_search.interval_text(first.bracket, second.bracket)
     found = ratio_between([second.resampled], [first.resampled])
     if found is not None:
         return found, launches_note(min(launches)) or ""
@@ -337,10 +337,8 @@ def _too_few(pair: Pair) -> Iterable[str]:
 def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterable[str]:
     if pairs and all(pair.same_runs for pair in pairs):
         yield "A and B contain the same runs"
-    if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.is_certified):
-        yield "launches were not repeated in every cell: intervals of such cells cover steps within one launch only"
-    if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.serving):
-        yield "launches were not repeated in every inference cell: intervals of such cells cover requests of one launch"
+    if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second)):
+        yield f"launches were not repeated in every cell: {ONE_LAUNCH}"
     for pair in pairs:  # a sweep by rates ends where replicas no longer keep up
         rows_a, rows_b = ({row for _, row in s.quantities if row is not None} for s in (pair.first, pair.second))
         for name, left in (("A", rows_a - rows_b), ("B", rows_b - rows_a)) if pair.first.spec.serving else ():
@@ -348,7 +346,7 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
                 yield f"not compared: {', '.join(sorted(left))} of {pair.second.label}, valid only in {name}"
         yield from _too_few(pair)
     if undecided := sum(c.verdict is None for c in changes):
-        yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
+        yield f"{undecided} of {len(changes)} comparisons have no verdict; each gives its reason"
     specs = [runs[0].record.spec for runs in a.values()]
     for name in sorted({spec.workload.name for spec in specs if spec.traits.measures_memory}):
         yield f"runs of the workload {name} are checked for failures only"

@@ -165,13 +165,15 @@ def _why(group: Group, winner: str, other: str) -> str:
     cells = {cell.id: cell for cell in group.cells}
     pair = cells[winner], cells[other]
     parts = [
-        _contrast(pair, "wire_bytes_per_step", lambda v: f"{v / 1e6:.3g} MB", "on the wire per step"),
+        _contrast(
+            pair, "wire_bytes_per_step", lambda v: f"{format_parts(v / 1e6, None, None)[0]} MB", "on the wire per step"
+        ),
         _contrast(pair, "comm_exposed_ratio", lambda v: f"{v:.1%}", "of the time in exposed communication"),
     ]
     phases = {phase: values for phase in PHASES if (values := _values(pair, phase))}
     if phases:
         phase = max(phases, key=lambda p: abs(phases[p][0] - phases[p][1]))
-        a, b = (f"{seconds * 1e3:.3g} ms" for seconds in phases[phase])
+        a, b = (f"{format_parts(seconds * 1e3, None, None)[0]} ms" for seconds in phases[phase])
         parts.append(f"the largest difference is in {phase.removesuffix('_s').replace('_', ' ')}, {a} against {b}")
     known = [part for part in parts if part]
     names = f"{group.names[winner]} against {group.names[other]}"

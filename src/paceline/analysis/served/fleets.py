@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.findings import HIGHER, Measurement
+from paceline.analysis.findings import BETTER, HIGHER, WORSE, Measurement
 from paceline.analysis.findings.served import UNDECIDED_GAIN, Fleet, PartitionGain, ReplicaShare
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import Served, Stretch
@@ -274,6 +274,9 @@ def partition_gains(served: Sequence[Served]) -> Iterator[PartitionGain]:
             yield gain
 
 
+_SHOWN = {BETTER: "faster", WORSE: "slower"}
+
+
 def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
     over, under = _rate(dynamic), _rate(static)
     if over is None or under is None or under.value <= 0:
@@ -294,6 +297,6 @@ def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
         high=high,
         verdict=verdict,
         reason=reason,
-        text=f"{gain}: {verdict}, {reason}.",
+        text=f"{gain}: {_SHOWN.get(verdict, verdict)}{'' if ratio else f', {reason}'}.",
         runs=(*dynamic.runs, *static.runs),
     )

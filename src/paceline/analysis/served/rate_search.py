@@ -143,19 +143,14 @@ def bracket(rate: Measurement | None) -> Bracket | None:
 
 
 def ratio(over: Bracket, under: Bracket) -> Ratio | None:
-    """One maximum rate over another. If a side has one launch, the interval covers all ratios within the brackets; with
-    repeated launches, distances to the bounds add up as independent errors do. None if there is no upper bound."""
+    """One maximum rate over another, each over several launches: distances to the bounds add up as independent errors
+    do. None if there is no upper bound."""
     if over.high is None or under.low is None:
         return None
-    launches = min(over.launches, under.launches)
-
-    def joined(*distances: float) -> float:
-        return math.hypot(*distances) if launches > 1 else sum(distances)
-
-    below, above = math.inf, joined(math.log(over.high / over.rate), math.log(under.rate / under.low))
+    below, above = math.inf, math.hypot(math.log(over.high / over.rate), math.log(under.rate / under.low))
     if over.low is not None and under.high is not None:
-        below = joined(math.log(over.rate / over.low), math.log(under.high / under.rate))
-    return Ratio(over.rate / under.rate, error=0.0, launches=launches, slack=(below, above))
+        below = math.hypot(math.log(over.rate / over.low), math.log(under.high / under.rate))
+    return Ratio(over.rate / under.rate, error=0.0, launches=min(over.launches, under.launches), slack=(below, above))
 
 
 def interval_text(first: Bracket, second: Bracket) -> str:
@@ -164,6 +159,4 @@ def interval_text(first: Bracket, second: Bracket) -> str:
         return "no rate failed in B, so it may be higher"
     if first.low is None:
         return "no rate passed in a launch of A, so it may be lower"
-    if min(first.launches, second.launches) > 1:
-        return f"{BRACKETED}, over all launches"
-    return f"{BRACKETED} in one launch"
+    return f"{BRACKETED}, over all launches"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.statistics.intervals import RESAMPLES, Array, Resampled, from_replicates
+from paceline.analysis.statistics.intervals import RESAMPLES, Array, Resampled, from_launches, from_replicates
 
 # With fewer values beyond it, a percentile depends on single values, and resampling them shows nothing.
 FEWEST_BEYOND = 5
@@ -21,12 +21,11 @@ def clustered_percentiles(
     seed: int,
     resamples: int = RESAMPLES,
 ) -> list[Resampled | None]:
-    """numpy's percentiles of all values together, with resampled deviations.
+    """numpy's percentiles of all values together, with their spread: between launches, or within the only one.
 
-    Each launch is its values and the cluster number of each value. Launches are drawn if there are several, else
-    clusters: values of one cluster may be correlated, clusters must not be. None unless every launch has
-    values and FEWEST_BEYOND clusters (one launch) or values (several launches) lie beyond the percentile on either
-    side. Deviations are of values rounded up to one of about MOST_STEPS quantiles, half of them in the upper tenth.
+    Each launch is its values and the cluster number of each value: values of one cluster may be correlated, clusters
+    must not be. None unless every launch has values and FEWEST_BEYOND clusters (one launch) or values (several
+    launches) lie beyond the percentile on either side.
 
     >>> values, clusters = np.arange(100.0), np.arange(100)
     >>> median = clustered_percentiles([(values, clusters)], [50], seed=0)[0]
@@ -36,33 +35,49 @@ def clustered_percentiles(
     known = [(values, clusters) for values, clusters in launches if len(values)]
     if not known or len(known) < len(launches):
         return [None] * len(percents)
-    numbers = [np.unique(clusters, return_inverse=True)[1] for _, clusters in known]
-    sizes = [int(own.max()) + 1 for own in numbers]
-    starts = np.cumsum([0, *sizes[:-1]])
-    values = np.concatenate([x for x, _ in known])
-    own = np.concatenate([n + start for n, start in zip(numbers, starts, strict=True)])
+    ascending = np.sort(np.concatenate([values for values, _ in known]))
+    every = [_percentile(ascending, percent) for percent in percents]
+    if len(known) == 1:
+        return _of_one_launch(*known[0], percents, every, np.random.default_rng(seed), resamples)
+    found: list[Resampled | None] = []
+    for percent, value in zip(percents, every, strict=True):
+        beyond = min(np.searchsorted(ascending, value, "right"), (ascending >= value).sum())
+        # Launches drawn again would understate this: the percentile of a mixture often stays at one of them.
+        each = [_percentile(np.sort(values), percent) for values, _ in known]
+        found.append(from_launches(value, each) if beyond >= FEWEST_BEYOND else None)
+    return found
+
+
+def _of_one_launch(
+    values: Array,
+    clusters: NDArray[np.int64],
+    percents: Sequence[float],
+    every: Sequence[float],
+    rng: np.random.Generator,
+    resamples: int,
+) -> list[Resampled | None]:
+    """Percentiles (`every`) with the spread of clusters drawn with replacement; drawn values are rounded up to one of
+    about MOST_STEPS quantiles, half of them in the upper tenth.
+    """
+    own = np.unique(clusters, return_inverse=True)[1]
+    size = int(own.max()) + 1
     order = np.argsort(values)
     ascending, own = values[order], own[order]
     steps, step_of = _steps(ascending)
-    counts = np.bincount(own * len(steps) + step_of, minlength=sum(sizes) * len(steps)).reshape(sum(sizes), -1)
-    rng = np.random.default_rng(seed)
-    units = len(sizes) if len(sizes) > 1 else sizes[0]
-    draws = rng.multinomial(units, np.full(units, 1 / units), size=resamples)
-    if len(sizes) > 1:
-        draws = np.repeat(draws, sizes, axis=1)
+    counts = np.bincount(own * len(steps) + step_of, minlength=size * len(steps)).reshape(size, -1)
+    draws = rng.multinomial(size, np.full(size, 1 / size), size=resamples)
     # As floats: integer matrix products have no fast kernel, and these are exact up to 2^53.
     drawn = np.rint(draws.astype(np.float64) @ counts.astype(np.float64)).astype(np.int64)
     found: list[Resampled | None] = []
-    for percent in percents:
-        value = float(_percentiles_of(ascending, np.ones((1, len(ascending)), dtype=np.int64), percent)[0])
+    for percent, value in zip(percents, every, strict=True):
         below, above = np.searchsorted(ascending, value, "right"), np.searchsorted(ascending, value, "left")
-        if min(_beyond(own[:below], len(sizes)), _beyond(own[above:], len(sizes))) < FEWEST_BEYOND:
+        if min(len(np.unique(own[:below])), len(np.unique(own[above:]))) < FEWEST_BEYOND:
             found.append(None)
             continue
         # Both are rounded the same way, so what remains between them comes from resampling.
         rounded = float(_percentiles_of(steps, counts.sum(axis=0)[None, :], percent)[0])
         again = _percentiles_of(steps, drawn, percent) * (value / rounded if rounded > 0 else 1.0)
-        found.append(from_replicates(value, again, units, len(sizes)))
+        found.append(from_replicates(value, again, size, 1))
     return found
 
 
@@ -80,9 +95,8 @@ def _steps(ascending: Array) -> tuple[Array, NDArray[np.int64]]:
     return steps, np.repeat(np.arange(len(steps)), np.diff(ends, prepend=0))
 
 
-def _beyond(clusters: NDArray[np.int64], launches: int) -> int:
-    """Number of clusters for one launch, whose spread they determine; number of values for several launches."""
-    return int(np.count_nonzero(np.bincount(clusters))) if launches == 1 and len(clusters) else len(clusters)
+def _percentile(ascending: Array, percent: float) -> float:
+    return float(_percentiles_of(ascending, np.ones((1, len(ascending)), dtype=np.int64), percent)[0])
 
 
 def _percentiles_of(ascending: Array, counts: NDArray[np.int64], percent: float) -> Array:

@@ -24,6 +24,8 @@ RESAMPLES = 1000
 OUTLIER_Z = 3.5
 # Two-sided, for one interval; comparisons of a family share it (`Ratio.interval`).
 ERROR = 0.05
+# One degree of freedom and a large family can reach further than a float.
+LARGEST_EXPONENT = 600.0
 
 
 def student_t(freedom: float, tail: float = ERROR / 2) -> float:
@@ -205,6 +207,17 @@ def from_replicates(value: float, replicates: Array, units: int, launches: int) 
     return Resampled(value, error, units - 1, launches, logarithmic)
 
 
+def from_launches(value: float, each: Sequence[float]) -> Resampled:
+    """A statistic whose spread is that of its values for each of several launches.
+
+    >>> from_launches(2.0, [1.0, 2.0, 3.0]).freedom
+    2
+    """
+    logarithmic = value > 0 and min(each) > 0
+    spread = (np.log(each) if logarithmic else np.asarray(each)).std(ddof=1)
+    return Resampled(value, float(spread) / math.sqrt(len(each)), len(each) - 1, len(each), logarithmic)
+
+
 def satterthwaite(variances: Sequence[float], freedoms: Sequence[float]) -> float:
     """Degrees of freedom of a sum of parts with these variances, (sum v)^2 / sum(v^2 / f); infinite if nothing varies.
 
@@ -244,7 +257,7 @@ class Ratio(NamedTuple):
         adds (simulated in `benchmarks/error_rates.py`).
         """
         below, above = (self._reach(ERROR / 2, family) + slack for slack in self.slack)
-        return self.value * math.exp(-below), self.value * math.exp(above)
+        return self.value * math.exp(-below), self.value * math.exp(min(above, LARGEST_EXPONENT))
 
     def _reach(self, tail: float, family: int = 1) -> float:
         own, common = student_t(self.freedom, tail / family), student_t(math.inf, tail / min(family, 2))
@@ -265,7 +278,7 @@ class Ratio(NamedTuple):
         0.058
         """
         reach = self._reach(ERROR / 2, family) + self._reach(0.2) + max(filter(math.isfinite, self.slack))
-        return math.expm1(min(reach, 700.0))
+        return math.expm1(min(reach, LARGEST_EXPONENT))
 
 
 def ratio_between(
@@ -291,7 +304,9 @@ def contrast(sides: Sequence[tuple[Resampled, float]], among: Sequence[Resampled
     if any(side.error is None or not side.logarithmic for side, _ in sides):
         return None
     fewest = min(side.launches for side, _ in sides)
-    repeated = [s for s in among or [side for side, _ in sides] if s.launches > 1 and s.error is not None]
+    repeated = [
+        s for s in among or [side for side, _ in sides] if s.launches > 1 and s.logarithmic and s.error is not None
+    ]
     freedom = sum(s.launches - 1 for s in repeated)
     shared = sum((s.launches - 1) * s.launches * (s.error or 0.0) ** 2 for s in repeated) / max(freedom, 1)
     least = [shared / side.launches if fewest > 1 else 0.0 for side, _ in sides]
@@ -420,7 +435,7 @@ def quotient(numerator: int = 0, denominator: int = 1) -> Estimate:
 
 
 def over_launches(rows: Sequence[Sequence[float]], estimate: Estimate, *words: str) -> Resampled | None:
-    """The number of all launches together, with its deviations when launches are resampled; a row is one launch.
+    """The number of all launches together, with the spread of its launches; a row is one launch.
 
     None if it is not a number; missing columns are NaN. One launch has no spread: the variation of its requests says
     nothing about another launch.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Comparison
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.errors import Scalar
+from paceline.wording import short_percent
 
 SMALLEST_EFFECT = 0.01
 EQUAL_WITHIN = 0.02
@@ -49,8 +50,8 @@ def verdict_of(ratio: Ratio, better: str, family: int = 1, equal_within: float =
         return EQUAL, f"within {equal_within * 100:.2g} %; {interval}"
     if not low <= 1 <= high:
         return INCONCLUSIVE, f"a difference of {effect * 100:.2f} % is under {SMALLEST_EFFECT * 100:.0f} %; {interval}"
-    shown = f"{ratio.detectable(family) * 100:.2g} % would have been shown"
-    return INCONCLUSIVE, f"{interval}; four times out of five, {shown}"
+    shown = short_percent(ratio.detectable(family))
+    return INCONCLUSIVE, f"{interval}; four times out of five, {shown} would have been shown"
 
 
 def _signed(ratio: float) -> str:

@@ -103,8 +103,8 @@ class Schedule:
 class Occasion:
     """One start, or one that was skipped.
 
-    due_at: when it was due, None if started by hand. outcome: running, interrupted, skipped, ok, regression, failed or
-    refused. notified: what happened with the notifications.
+    due_at: when it was due, None if started by hand. outcome: running, interrupted, skipped, ok, regression,
+    inconclusive, failed or refused. notified: what happened with the notifications.
     """
 
     id: str

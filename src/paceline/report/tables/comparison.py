@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Between, Change, Differing, Lost
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import THROUGHPUT
-from paceline.wording import direction, format_number, format_parts, places, scale_of, verdict_text
+from paceline.wording import direction, format_number, format_parts, places, scale_of, short_percent, verdict_text
 
 MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
 MOST_ROWS = 30
@@ -197,7 +197,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
         (Column("B over A"), ratio),
         (
             numeric("detectable difference", 3),
-            lambda c: "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %",
+            lambda c: "" if c.detectable_ratio is None else short_percent(c.detectable_ratio),
         ),
         *(own if any(c.differences for c in changes) else ()),
         (Column("reason", priority=4, prose=True), lambda c: c.reason),

@@ -8,7 +8,7 @@ from paceline.analysis.findings import EQUAL, INCONCLUSIVE, Report
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
-from paceline.wording import ratio_words, verdict_text
+from paceline.wording import ratio_words, short_percent, verdict_text
 
 SPEED = "output_tokens_per_s"
 Row = tuple[PairedReplicas, PairedRatio]
@@ -55,6 +55,10 @@ def tables(report: Report) -> tuple[Table, ...]:
         text, interval = verdict_text(r.verdict, r.ratio, r.low, r.high, r.verdict or "", r.detectable_ratio)
         return Cell(f"{text}, flagged", interval, "bad") if pair.flags else Cell(text, interval, _TONES[r.verdict])
 
+    def detectable(row: Row) -> str:
+        smallest = row[1].detectable_ratio
+        return "" if smallest is None else short_percent(smallest).removesuffix(" %")
+
     columns: tuple[Filled[Row], ...] = (
         (
             Column("replicas"),
@@ -62,10 +66,7 @@ def tables(report: Report) -> tuple[Table, ...]:
         ),
         (Column("metric"), lambda row: row[1].metric),
         (Column("first over second"), ratio),
-        (
-            numeric("smallest detectable, %", 1),
-            lambda row: "" if row[1].detectable_ratio is None else f"{row[1].detectable_ratio * 100:.2g}",
-        ),
+        (numeric("smallest detectable, %", 1), detectable),
         (numeric("samples", 2), lambda row: f"{row[0].pairs:,}"),
         (
             Column("what else differs", prose=True),

@@ -46,6 +46,7 @@ from paceline.wording import (
     format_parts,
     places,
     scale_of,
+    short_percent,
     verdict_text,
 )
 
@@ -278,7 +279,7 @@ def comparisons(report: Report) -> Table | None:
         (Column("ratio"), verdict_cell),
         (
             numeric("detectable difference"),
-            lambda c: "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %",
+            lambda c: "" if c.detectable_ratio is None else short_percent(c.detectable_ratio),
         ),
         (Column("reason", prose=True), lambda c: c.reason + ("" if c.certified else " (not certified)")),
     )

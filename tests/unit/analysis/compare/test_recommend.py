@@ -33,7 +33,7 @@ def test_one_winner_with_its_comparisons_and_numbers(make_cell: Builder, golden:
     assert found.group.startswith("tiny, 2 processes, fp32, sequence 64, global batch 8")
 
 
-def test_nobody_is_chosen_alone_from_a_tie(make_cell: Builder, golden: object) -> None:
+def test_nobody_is_chosen_alone_from_equal_cells(make_cell: Builder, golden: object) -> None:
     found = recommended(
         make_cell(1.0, strategy="ddp"), make_cell(1.002, strategy="fsdp2"), make_cell(1.4, strategy="zero:stage=1")
     )["highest throughput"]
@@ -42,7 +42,23 @@ def test_nobody_is_chosen_alone_from_a_tie(make_cell: Builder, golden: object) -
     assert found.text == golden
 
 
-def test_all_tied(make_cell: Builder, golden: object) -> None:
+def test_one_launch_is_not_ranked(make_cell: Builder, golden: object) -> None:
+    found = recommended(make_cell(1.0, 1, strategy="ddp"), make_cell(1.2, 1, strategy="fsdp2"))["highest throughput"]
+    assert (found.choose, found.over, found.decisive) == (("ddp", "fsdp2"), (), None)
+    assert found.text == golden
+
+
+def test_noise_is_not_ranked(make_cell: Builder, golden: object) -> None:
+    found = recommended(
+        make_cell(1.0, strategy="ddp", spread=0.05),
+        make_cell(1.01, strategy="fsdp2", spread=0.05),
+        make_cell(3.0, strategy="zero:stage=1", spread=0.05),
+    )["highest throughput"]
+    assert (set(found.choose), found.over) == ({"ddp", "fsdp2"}, ("zero:stage=1",))
+    assert found.text == golden
+
+
+def test_all_are_equal(make_cell: Builder, golden: object) -> None:
     found = recommended(make_cell(1.0, strategy="ddp"), make_cell(1.002, strategy="fsdp2"))["shortest step"]
     assert set(found.choose) == {"ddp", "fsdp2"}
     assert found.over == ()

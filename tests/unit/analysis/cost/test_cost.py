@@ -170,7 +170,7 @@ def test_where_the_expected_winner_loses_the_sentence_is_the_opposite(
     assert "against fsdp2" in sentence
 
 
-def test_a_tie_saves_nothing(make_cell: Builder, make_reference: Builder) -> None:
+def test_equal_cells_save_nothing(make_cell: Builder, make_reference: Builder) -> None:
     groups = [make_cell(1.0, strategy="ddp"), make_cell(1.002, strategy="fsdp2")]
     report = reported(groups, make_reference, Costing((HOURLY,)))
     assert len(report.costs) == 2
@@ -178,7 +178,7 @@ def test_a_tie_saves_nothing(make_cell: Builder, make_reference: Builder) -> Non
     assert not shown.sentences(report)
 
 
-def test_a_tie_at_the_top_is_said(make_cell: Builder, make_reference: Builder, golden: object) -> None:
+def test_equal_leaders_are_both_named(make_cell: Builder, make_reference: Builder, golden: object) -> None:
     groups = [make_cell(1.0, strategy="ddp"), make_cell(1.001, strategy="fsdp2"), make_cell(1.4, strategy="zero")]
     report = reported(groups, make_reference, Costing((HOURLY,)))
     (saving,) = report.savings

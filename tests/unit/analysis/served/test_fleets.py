@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from served_records import S, in_turns, record, replica, stage, streamed
 
-from paceline.analysis.findings import TIE, Fleet, Measurement
+from paceline.analysis.findings import INCONCLUSIVE, Fleet, Measurement
 from paceline.analysis.findings.served import UNDECIDED_GAIN
 from paceline.analysis.served import fleets, measurements
 from paceline.results.records import RunRecord
@@ -157,10 +157,10 @@ def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches(golden:
     assert "1.50" in gain.text
 
 
-def test_a_gain_within_the_spread_of_launches_is_a_tie() -> None:
+def test_a_gain_within_the_spread_of_launches_is_inconclusive() -> None:
     wild = [make(n, by) for make in (static, dynamic) for n, by in enumerate((0.5, 1.0, 2.0))]
     (gain,) = fleets.partition_gains(measurements.gather(wild))
-    assert gain.verdict == TIE
+    assert gain.verdict == INCONCLUSIVE
 
 
 def test_one_launch_of_each_gives_a_ratio_and_no_verdict() -> None:

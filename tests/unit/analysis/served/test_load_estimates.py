@@ -86,8 +86,8 @@ def test_a_percentile_with_too_few_beyond_has_a_value_and_no_spread() -> None:
     median, tail = (estimates.estimate(load, metric) for metric in ("ttft_p50_s", "ttft_p99_s"))
     assert median is not None
     assert tail is not None
-    assert median.deviations is not None
-    assert (tail.value, tail.deviations) == (estimates.value(load, "ttft_p99_s"), None)
+    assert median.error is not None
+    assert (tail.value, tail.error) == (estimates.value(load, "ttft_p99_s"), None)
     (few,) = measurements.gather([build_record(build_spec(), one_by_one(0.1, 458))])
     assert estimates.estimate(few, "ttft_p99_s") is None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from answered_records import build_answer, build_record, build_replica, build_spec, in_stages, one_by_one
 
-from paceline.analysis.findings import TIE
+from paceline.analysis.findings import EQUAL, INCONCLUSIVE
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.analysis.report import build
 from paceline.analysis.served import paired
@@ -66,9 +66,20 @@ def test_a_tenth_is_found_although_samples_differ_by_more() -> None:
     assert speed.ratio == pytest.approx(1.1, rel=0.005)
 
 
-def test_equal_replicas_tie() -> None:
+def test_equal_replicas_are_equal() -> None:
     found = by_metric(turns(lambda replica, number, at: noise(number, replica)))
-    assert {ratio.verdict for ratio in found.values()} == {TIE}
+    assert {ratio.verdict for ratio in found.values()} == {EQUAL}
+
+
+def test_one_launch_says_which_replica_is_faster_in_it_and_two_which_is_in_others() -> None:
+    """Both were used in turn, so one launch decides about itself. Two launches of which one shows the opposite decide
+    nothing."""
+    there = turns(lambda replica, number, at: (1.0, 1.1)[replica] * noise(number, replica))
+    back = turns(lambda replica, number, at: (1.1, 1.0)[replica] * noise(number, replica))
+    assert by_metric(there)["latency_s"].verdict == FASTER
+    again = dataclasses.replace(back, spec=dataclasses.replace(back.spec, repeat=1))
+    (both,) = paired.analyse([there, again])
+    assert {ratio.verdict for ratio in both.ratios} == {INCONCLUSIVE}
 
 
 def drifting(replica: int, number: int, at: float) -> float:

@@ -10,10 +10,11 @@ import pytest
 from answered_records import build_answer, build_record, build_replica, build_request, build_spec, in_stages, one_by_one
 
 from paceline.analysis.compare import folders, history
-from paceline.analysis.findings import BETTER, TIE, WORSE, Between, Change
+from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Between, Change
 from paceline.analysis.findings.served import ServedPair
 from paceline.analysis.report import build
 from paceline.analysis.served import equal_work, estimates
+from paceline.analysis.statistics.verdict import ONE_LAUNCH
 from paceline.errors import RequestError
 from paceline.report import gate
 from paceline.report.tables import comparison as told
@@ -29,10 +30,17 @@ def wobbling(seconds: float, phase: int = 0) -> Callable[[int, float], float]:
     return lambda number, at: seconds * (1 + 0.1 * (((number + phase) * 7) % 11 - 5) / 5)
 
 
-def run(engine: str = "transformers", seconds: float = 0.1, phase: int = 0, **request: Any) -> RunRecord:
+def run(
+    engine: str = "transformers", seconds: float = 0.1, phase: int = 0, repeat: int = 0, **request: Any
+) -> RunRecord:
     """Another phase is another launch, made later."""
     requests = one_by_one(wobbling(seconds, phase), COUNT, **request)
-    return build_record(build_spec(engine), requests, started_at=1e6 + phase)
+    return build_record(build_spec(engine, repeat), requests, started_at=1e6 + phase)
+
+
+def thrice(engine: str = "transformers", seconds: float = 0.1, phase: int = 0, **request: Any) -> list[RunRecord]:
+    """Three launches, 0.2 % apart."""
+    return [run(engine, seconds * (1 + 0.002 * n), phase + n, n, **request) for n in range(3)]
 
 
 def only(*records: RunRecord) -> ServedPair:
@@ -42,13 +50,20 @@ def only(*records: RunRecord) -> ServedPair:
 
 def test_equal_work_is_compared() -> None:
     """Every eleventh answer takes longest, so that 460 of them tell the 99th percentile too."""
-    found = only(run("vllm", 0.1), run("transformers", 0.2, phase=3))
+    found = only(*thrice("vllm", 0.1), *thrice("transformers", 0.2, phase=3))
     assert found.equal
     assert {c.metric: c.verdict for c in found.comparisons} == dict.fromkeys(estimates.COMPARED, BETTER)
     assert found.undecided == ()
     assert (found.label, found.other_label) == ("vllm", "transformers")
-    same = only(run("vllm"), run("transformers", phase=3))
-    assert {c.verdict for c in same.comparisons} == {TIE}
+    same = only(*thrice("vllm"), *thrice("transformers", phase=3))
+    assert {c.verdict for c in same.comparisons} == {EQUAL}
+    assert {"for all 5 comparisons together" in c.reason for c in same.comparisons} == {True}
+
+
+def test_one_launch_of_each_engine_has_ratios_and_no_verdict() -> None:
+    found = only(run("vllm", 0.1), *thrice("transformers", 0.2, phase=3))
+    assert found.equal
+    assert {(c.verdict, c.reason) for c in found.comparisons} == {(INCONCLUSIVE, ONE_LAUNCH)}
 
 
 @pytest.mark.parametrize(
@@ -90,8 +105,8 @@ def test_a_dtype_that_engines_tell_must_agree(golden: object) -> None:
 
 def test_a_flag_goes_with_the_verdict(golden: object) -> None:
     answers = [build_answer(r, n, "x" if r == 0 else "right") for r in range(3) for n in range(2)]
-    wrong = dataclasses.replace(run("vllm", 0.05), answers=tuple(answers))
-    report = build([wrong, run(phase=3)], "test")
+    wrong = [dataclasses.replace(record, answers=tuple(answers)) for record in thrice("vllm", 0.05)]
+    report = build([*wrong, *thrice(phase=3)], "test")
     (pair,) = report.served_pairs
     assert pair.flags == golden
     (table,) = present.tables(report)
@@ -110,7 +125,7 @@ def by_metric(found: Between) -> dict[str, Change]:
 
 
 def test_a_slower_server_is_a_regression(golden: object) -> None:
-    found = compared([run()], [run(seconds=0.13, phase=3)])
+    found = compared(thrice(), thrice(seconds=0.13, phase=3))
     changes = by_metric(found)
     assert changes["output_tokens_per_s"].verdict == WORSE
     assert changes["output_tokens_per_s"].ratio == pytest.approx(1 / 1.3, rel=0.01)
@@ -122,13 +137,14 @@ def test_a_slower_server_is_a_regression(golden: object) -> None:
     assert "TTFT" in text
     assert "p50" in text
     assert "30" in text
-    assert by_metric(compared([run()], [run(phase=3)]))["output_tokens_per_s"].verdict == TIE
-    assert gate.regressions(compared([run()], [run(phase=3)]), 0) == ()
+    same = compared(thrice(), thrice(phase=3))
+    assert by_metric(same)["output_tokens_per_s"].verdict == EQUAL
+    assert gate.regressions(same, 0) == ()
 
 
 def test_another_engine_meets_and_is_named() -> None:
-    found = compared([run("openai:url=http://a:1")], [run("openai:url=http://b:2", phase=3)])
-    assert by_metric(found)["output_tokens_per_s"].verdict == TIE
+    found = compared(thrice("openai:url=http://a:1"), thrice("openai:url=http://b:2", phase=3))
+    assert by_metric(found)["output_tokens_per_s"].verdict == EQUAL
     assert any(d.path == "engine" for d in found.shared)
 
 
@@ -154,25 +170,28 @@ def test_a_run_that_may_not_be_believed_is_not_ranked(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         compared([run()], [dataclasses.replace(broken, requests=twice)])
     assert str(caught.value) == golden
-    repeated = dataclasses.replace(broken, spec=dataclasses.replace(broken.spec, repeat=1), requests=twice)
-    found = compared([run()], [run(phase=3), repeated])
-    assert by_metric(found)["output_tokens_per_s"].verdict == TIE
+    repeated = dataclasses.replace(broken, spec=dataclasses.replace(broken.spec, repeat=3), requests=twice)
+    found = compared(thrice(), [*thrice(phase=3), repeated])
+    assert by_metric(found)["output_tokens_per_s"].verdict == EQUAL
     assert [lost.reason for lost in found.lost] == golden
 
 
 def test_loads_of_a_sweep_meet_by_their_load() -> None:
-    def sweep(*seconds: float, phase: int = 0) -> RunRecord:
-        at, parts = 0.0, []
-        for each in seconds:
-            parts.append(one_by_one(wobbling(each, phase), COUNT, at))
-            at = (parts[-1][-1].ended_ns or 0) / 1e9
-        made = in_stages(build_spec("vllm", scenario="sweep"), parts, concurrency=[1, 2])
-        return dataclasses.replace(made, started_at=1e6 + phase)
+    def sweep(*seconds: float, phase: int = 0) -> list[RunRecord]:
+        found = []
+        for repeat in range(3):
+            at, parts = 0.0, []
+            for each in seconds:
+                parts.append(one_by_one(wobbling(each * (1 + 0.002 * repeat), phase + repeat), COUNT, at))
+                at = (parts[-1][-1].ended_ns or 0) / 1e9
+            made = in_stages(build_spec("vllm", repeat, scenario="sweep"), parts, concurrency=[1, 2])
+            found.append(dataclasses.replace(made, started_at=1e6 + phase + repeat))
+        return found
 
-    found = compared([sweep(0.1, 0.1)], [sweep(0.1, 0.2, phase=3)])
+    found = compared(sweep(0.1, 0.1), sweep(0.1, 0.2, phase=3))
     rates = {c.row: c.verdict for c in found.changes if c.metric == "output_tokens_per_s"}
-    assert rates == {"concurrency 1": TIE, "concurrency 2": WORSE}
-    shorter = compared([sweep(0.1, 0.1)], [sweep(0.1, phase=3)])
+    assert rates == {"concurrency 1": EQUAL, "concurrency 2": WORSE}
+    shorter = compared(sweep(0.1, 0.1), sweep(0.1, phase=3))
     assert [c.row for c in shorter.changes if c.metric == "output_tokens_per_s"] == ["concurrency 1"]
     assert any(
         note.startswith("not compared: concurrency 2 of ") and "valid only in A" in note for note in shorter.notes
