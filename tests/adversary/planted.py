@@ -21,7 +21,7 @@ from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.training.strategies import _torch, ddp
 
-LATE = 5
+LATE = 4
 PERIOD = 3
 MISTAKES: dict[str, Callable[[Any, RunSpec, Seat], None]] = {}
 

@@ -23,7 +23,7 @@ from paceline.results.records import Status
 
 pytestmark = pytest.mark.slow
 
-STEPS = 9
+STEPS = 7
 LOSS, NORM, GROUPS, MOVED = "loss trajectory", "gradient norm", "parameter groups", "weights moved"
 # The check that must refuse each mistake; others may refuse it too.
 REFUSED_BY = {
