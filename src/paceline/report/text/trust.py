@@ -12,13 +12,12 @@ MOST_NAMED = 5
 
 def lines(report: Report) -> list[str]:
     """For each level one line that counts its launches, and one for each of them; empty if nothing was disturbed."""
-    graded = [run for run in report.runs if run.trust is not None]
     found: list[str] = []
     for level in SHOWN:
-        ours = [run for run in graded if run.trust is not None and run.trust.level == level]
+        ours = [run for run in report.runs if run.trust is not None and run.trust.level == level]
         if not ours:
             continue
-        were = f"{len(ours)} of {len(graded)} launches {'was' if len(ours) == 1 else 'were'} disturbed"
+        were = f"{len(ours)} of {len(report.runs)} launches {'was' if len(ours) == 1 else 'were'} disturbed"
         effect = "expect wide or shifted intervals" if level == "red" else "small differences may be due to that"
         found.append(f"Trust: {level}. {were}: {effect}.")
         found += [f"  {_named(run)}" for run in ours[:MOST_NAMED]]
