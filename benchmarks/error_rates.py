@@ -185,7 +185,7 @@ class Simulation:
         wanted = {spec.cell: FEWEST_LAUNCHES for spec in self.specs}
         while True:
             found = metrics.gather(w for w in windows if w.record.spec.repeat < wanted[w.record.spec.cell])
-            wide = [cell for cell, (width, _) in trained_widths(found).items() if width > UNTIL]
+            wide = [cell for cell, (width, _, _) in trained_widths(found).items() if width > UNTIL]
             left = [cell for cell in wide if wanted[cell] < MOST_LAUNCHES]
             if not left:
                 return found

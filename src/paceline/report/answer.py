@@ -55,7 +55,6 @@ _ENDS = {
     "not measured": ("left no measured step", "left no measured step"),
 }
 _MOST_NAMED = 4
-MOST_LAUNCHES = 100
 
 
 def headline(report: Report) -> Recommendation | None:
@@ -145,16 +144,13 @@ def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
 
 def _undecided(comparisons: Sequence[Comparison]) -> str:
     """What these comparisons could have shown, and how many launches would decide the least certain of them."""
-    from paceline.analysis.statistics.verdict import EQUAL_WITHIN
-
     widest = max(comparisons, key=lambda c: c.detectable_ratio or 0.0, default=None)
     if widest is None or not widest.detectable_ratio:
         return ""
     text = f"; smallest detectable difference {short_percent(widest.detectable_ratio)}"
-    effect = max(widest.ratio, 1 / widest.ratio) - 1
-    # The detectable difference falls with the square root of the number of launches.
-    needed = math.ceil((widest.launches or 0) * (widest.detectable_ratio / max(effect, EQUAL_WITHIN)) ** 2)
-    return f"{text}; about {needed} launches of each would decide" if 0 < needed <= MOST_LAUNCHES else text
+    if widest.launches_needed is None:
+        return text
+    return f"{text}; about {widest.launches_needed} launches of each would decide"
 
 
 def _margin(versus: Comparison, where: str = "") -> str:

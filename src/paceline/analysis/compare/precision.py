@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.analysis.compare import cells as comparing
 from paceline.analysis.compare.comparable import judge, quantities_of
-from paceline.analysis.statistics.intervals import Resampled, ratio_between
+from paceline.analysis.statistics.intervals import Resampled, ratio_between, student_t
 from paceline.analysis.training import metrics
 from paceline.analysis.training.window import open_window
 from paceline.results.records import RunRecord
@@ -26,13 +26,15 @@ SPEED = "tokens_per_s"
 @dataclass(frozen=True, slots=True)
 class Precision:
     """One cell with valid launches. width is the half-width of an interval as a fraction, infinite without one; spread
-    is the relative standard deviation of its launches, and seconds what one of them takes.
+    is the relative standard deviation of its launches, and seconds what one of them takes. freedom is that of the
+    interval.
     """
 
     launches: int
     width: float
     spread: float
     seconds: float
+    freedom: float = math.inf
 
     @property
     def gain(self) -> float:
@@ -49,23 +51,23 @@ def precision_of(records: Sequence[RunRecord]) -> dict[str, Precision]:
     found = {}
     for cell, runs in valid.items():
         if cell in widths:
-            width, spread = widths[cell]
+            width, spread, freedom = widths[cell]
         else:
             # Half of the rows of a sweep are at least this precise.
             known = [own_width(quantity.resampled) for quantity in quantities_of(runs)]
             width = statistics.median(known) if known else 0.0
-            spread = 0.0 if math.isinf(width) else width
+            spread, freedom = 0.0 if math.isinf(width) else width, max(len(runs) - 1, 1)
         seconds = statistics.fmean(run.ended_at - run.started_at for run in runs)
-        found[cell] = Precision(len(runs), width, spread, seconds)
+        found[cell] = Precision(len(runs), width, spread, seconds, freedom)
     return found
 
 
-def trained_widths(cells: Sequence[metrics.Cell]) -> dict[str, tuple[float, float]]:
-    """Width and spread of every training cell whose speed is measured."""
+def trained_widths(cells: Sequence[metrics.Cell]) -> dict[str, tuple[float, float, float]]:
+    """Width, spread and degrees of freedom of every training cell whose speed is measured."""
     speeds = {cell.id: found for cell in cells if not cell.shared_gpu and (found := metrics.estimate(cell, SPEED))}
     widths = {cell: own_width(found) for cell, found in speeds.items()}
     named = comparing.title_axes(cells)
-    compared: dict[str, float] = {}
+    compared: dict[str, tuple[float, float]] = {}
     for axis in comparing.AXES:
         for group in comparing.groups_of(cells, axis, named):
             known = {cell.id: speeds[cell.id] for cell in group.cells if cell.id in speeds}
@@ -73,13 +75,17 @@ def trained_widths(cells: Sequence[metrics.Cell]) -> dict[str, tuple[float, floa
             for pair in pairs:
                 over, under = (known[cell] for cell in pair)
                 ratio = ratio_between([over], [under], list(known.values()))
-                half = math.inf
+                half, freedom = math.inf, math.inf
                 if ratio is not None and (ratio.launches or 0) > 1:
                     low, high = ratio.interval(len(pairs))
-                    half = math.expm1(math.log(high / low) / 2)
+                    half, freedom = math.expm1(math.log(high / low) / 2), ratio.freedom
                 for cell in pair:
-                    compared[cell] = max(compared.get(cell, 0.0), half)
-    return {cell: (compared.get(cell, widths[cell]), _spread(speeds[cell])) for cell in speeds}
+                    compared[cell] = max(compared.get(cell, (0.0, 0.0)), (half, freedom))
+    known_widths = {}
+    for cell, own in speeds.items():
+        width, freedom = compared.get(cell, (widths[cell], own.freedom))
+        known_widths[cell] = width, _spread(own), freedom
+    return known_widths
 
 
 def own_width(found: Resampled) -> float:
@@ -99,6 +105,13 @@ def launches_left(known: Mapping[str, Precision], until: float, most: int) -> di
     left = {}
     for cell, own in known.items():
         if own.width > until:
-            wanted = most if math.isinf(own.width) else math.ceil(own.launches * (own.width / until) ** 2)
-            left[cell] = max(1, min(wanted, most) - own.launches)
+            counts = range(own.launches + 1, most) if math.isfinite(own.width) and own.launches > 1 else ()
+            wanted = next((n for n in counts if _width_at(own, n) <= until), most)
+            left[cell] = max(1, wanted - own.launches)
     return left
+
+
+def _width_at(own: Precision, launches: int) -> float:
+    """The width that so many launches of the same spread would have; more launches also know their spread better."""
+    freedom = own.freedom * (launches - 1) / (own.launches - 1)
+    return own.width * math.sqrt(own.launches / launches) * student_t(freedom) / student_t(own.freedom)

@@ -160,7 +160,8 @@ class Comparison:
     verdict is about `cell`: better, worse, equal or inconclusive; it is corrected for the other comparisons of its
     family, low and high are not. For a speed, throttled holds the shares of steps while throttled of `cell` and `other`
     if they differ enough to matter. launches is the smaller number of launches of the two; one launch has no verdict:
-    it is inconclusive, and detectable_ratio is None.
+    it is inconclusive, and detectable_ratio is None. launches_needed: about how many launches of each would decide an
+    inconclusive one; None if unknown, or more than anybody would make.
     """
 
     metric: str
@@ -180,6 +181,7 @@ class Comparison:
     runs: tuple[str, ...]
     throttled: tuple[float, float] | None = None
     launches: int | None = None
+    launches_needed: int | None = None
 
     @property
     def is_decided(self) -> bool:

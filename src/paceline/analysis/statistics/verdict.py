@@ -7,6 +7,7 @@ and every comparison of single launches, is inconclusive. `benchmarks/error_rate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Comparison
@@ -17,6 +18,7 @@ from paceline.wording import short_percent
 SMALLEST_EFFECT = 0.01
 EQUAL_WITHIN = 0.02
 FEWEST_LAUNCHES = 3
+MOST_LAUNCHES = 100
 ONE_LAUNCH = (
     f"one launch cannot show how much launches differ; use at least {FEWEST_LAUNCHES} of each "
     f"(--set repeats={FEWEST_LAUNCHES})"
@@ -89,4 +91,22 @@ def judged_ratio(
         axes=axes,
         runs=runs,
         launches=ratio.launches,
+        launches_needed=launches_needed(ratio, family) if verdict == INCONCLUSIVE else None,
     )
+
+
+def launches_needed(ratio: Ratio, family: int) -> int | None:
+    """About how many launches of each side show a difference of this size, or of EQUAL_WITHIN if it is smaller.
+
+    >>> launches_needed(Ratio(1.03, error=0.02, freedom=4, launches=3), 1)
+    12
+    """
+    if ratio.launches is None or ratio.launches < 2:
+        return None
+    target = max(ratio.value - 1, 1 / ratio.value - 1, EQUAL_WITHIN)
+    for count in range(ratio.launches + 1, MOST_LAUNCHES + 1):
+        error = ratio.error * math.sqrt(ratio.launches / count)
+        freedom = ratio.freedom * (count - 1) / (ratio.launches - 1)
+        if ratio._replace(error=error, freedom=freedom).detectable(family) <= target:
+            return count
+    return None
