@@ -2,15 +2,20 @@
 
     loop     tokens/s inside Paceline's loop (clocks, samples, data thread, progress) over a bare loop of the same
              model, optimizer and step, alternating in one process. Goal: 0.99 on a GPU, 0.97 on a CPU.
+    certificate  tokens/s inside Paceline's loop with what the certificate observes in every step (parameter groups,
+             precision switches), over the same without, alternating. On a CPU by processor time, which other work on
+             the machine changes least. Goal: 0.99.
     telemetry    step time inside Paceline's loop while gauges are read, over the same without, alternating in one
              process; and what one reading takes, in wall time and in processor time of its thread.
     start    cold start of `paceline --help` over `python -c pass`.
 
-Run `python benchmarks/overhead.py [loop] [telemetry] [start]`; each prints one JSON line. Nothing here passes or fails.
+Run `python benchmarks/overhead.py [loop] [certificate] [telemetry] [start]`; each prints one JSON line. Nothing here
+passes or fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -140,8 +145,10 @@ def _watched_segment(spec: RunSpec, seat: Any, folder: Path) -> Any:
     corpus = open_corpus(training.data, load(spec.model).vocab, training.sequence_length, spec.seed)
     recorder = FolderRecorder(folder, 0)
 
-    def run() -> float:
+    def run(observed: bool = True) -> float:
         loop = Loop(trainer, corpus, Partition.of(spec, 0), seat, clock_for(seat.device), recorder, spec.steps)
+        if not observed:
+            loop.watch.watching = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         return loop.window(range(spec.steps))
 
     return run
@@ -152,6 +159,41 @@ def _drain(device: str) -> None:
 
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+# --- certificate ---------------------------------------------------------------------------------------------------
+
+
+def certificate_overhead() -> dict[str, Any]:
+    from paceline.training.instruments import attention_backends
+    from paceline.workloads import worker
+
+    device = machine.device_kind()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _loop_spec(device, Path(folder))
+        _join_alone(spec)
+        seat = worker.take_seat(spec, 0)
+        with attention_backends(seat.device):
+            run = _watched_segment(spec, seat, Path(folder))
+            run()
+            for pair in range(2 * PAIRS):
+                for observed in (True, False)[:: -1 if pair % 2 else 1]:
+                    began = time.process_time()
+                    wall_s = run(observed)
+                    seconds[observed].append(wall_s if device == "cuda" else time.process_time() - began)
+    ratios = [without / with_ for with_, without in zip(seconds[True], seconds[False], strict=True)]
+    return {
+        "benchmark": "certificate",
+        "device": device,
+        "model": str(spec.model),
+        "steps_per_segment": spec.steps,
+        "pairs": 2 * PAIRS,
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_low": round(min(ratios), 4),
+        "ratio_high": round(max(ratios), 4),
+        "goal": 0.99,
+    }
 
 
 # --- telemetry -----------------------------------------------------------------------------------------------------
@@ -235,7 +277,12 @@ def start_overhead(launches: int = 11) -> dict[str, Any]:
 
 
 def main() -> None:
-    chosen = {"loop": loop_overhead, "telemetry": telemetry_overhead, "start": start_overhead}
+    chosen = {
+        "loop": loop_overhead,
+        "certificate": certificate_overhead,
+        "telemetry": telemetry_overhead,
+        "start": start_overhead,
+    }
     for name in sys.argv[1:] or chosen:
         print(json.dumps(chosen[name]()), flush=True)
 

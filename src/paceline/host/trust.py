@@ -102,10 +102,11 @@ class Trust:
         """`trust green`, or `trust red: other processes used 0.9 of 2 cores`."""
         return ": ".join(filter(None, (f"trust {self.level}", "; ".join(self.reasons))))
 
-    def line(self, when: str = "") -> str:
+    def line(self, when: str = "", with_fix: bool = True) -> str:
         """One line for a terminal: the level, the reasons, what to do about the worst. when: such as ` during RUN`."""
         if found := self.disturbances:
-            return " ".join(filter(None, (f"trust: {self.level}{when}: {'; '.join(self.reasons)}.", found[0].fix)))
+            text = f"trust: {self.level}{when}: {'; '.join(self.reasons)}."
+            return f"{text} {found[0].fix}" if with_fix and found[0].fix else text
         if self.level == GREEN:
             return f"trust: green{when}"
         unknown = [check.text for check in self.checks if check.level == UNKNOWN]

@@ -353,7 +353,8 @@ def execute(
         still = light.is_worth_repeating
         why = " Not launched again, because the run before stayed red." if still and repeats.lasts else ""
         if light.disturbances:
-            notify(f"{light.line(f' during {spec.run_id}')}{why}")
+            # The same advice after every amber run would be noise.
+            notify(f"{light.line(f' during {spec.run_id}', with_fix=light.level == trust.RED)}{why}")
         repeats.lasts = still and repeats.most > 0
     return status, error
 
