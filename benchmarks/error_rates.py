@@ -30,10 +30,10 @@ from paceline.analysis.compare.precision import trained_widths
 from paceline.analysis.findings import BETTER, WORSE
 from paceline.analysis.statistics.changepoints import splits
 from paceline.analysis.statistics.intervals import ratio_between
-from paceline.analysis.statistics.verdict import BETWEEN_DAYS, verdict_of
+from paceline.analysis.statistics.verdict import BETWEEN_DAYS, FEWEST_LAUNCHES, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.window import STEP_COLUMNS, Window, open_window
-from paceline.campaign.run.stopping import FEWEST_LAUNCHES, MOST_LAUNCHES
+from paceline.campaign.run.stopping import MOST_LAUNCHES
 from paceline.experiment import expansion
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
@@ -175,9 +175,9 @@ class Simulation:
     def campaign(self, rng: np.random.Generator, effects: Sequence[float], day: int = 0) -> list[Any]:
         ordered = self.orders[rng.integers(ORDERS)]
         times = step_times(rng, self.row, len(ordered))
-        weather = math.exp(BETWEEN_DAYS * rng.standard_normal()) if self.row.disturbance == DAYS else 1.0
+        day_factor = math.exp(BETWEEN_DAYS * rng.standard_normal()) if self.row.disturbance == DAYS else 1.0
         windows = [
-            retimed(self.days[day][run], seconds[1:] * weather / (1 + effects[cell]))
+            retimed(self.days[day][run], seconds[1:] * day_factor / (1 + effects[cell]))
             for (run, cell), seconds in zip(ordered, times, strict=True)
         ]
         if self.row.launches != UNTIL_LAUNCHES:
@@ -210,8 +210,8 @@ class Simulation:
             assert under
             ratio = ratio_between([over], [under])
             assert ratio
-            apart = fingerprint.apart([w.record for w in a.windows], [w.record for w in b.windows])
-            ratio = ratio._replace(common=BETWEEN_DAYS * apart)
+            earlier, later = ([w.record for w in side.windows] for side in (a, b))
+            ratio = fingerprint.allow_for_days(ratio, earlier, later)
             verdict, _ = verdict_of(ratio, "higher", self.row.cells)
             truth_of = 1 + (effect if a.spec.cell == self.specs[0].cell else 0.0)
             yield truth_of, (ratio.low, ratio.high, verdict, ratio.value)

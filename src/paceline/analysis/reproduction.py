@@ -24,7 +24,7 @@ from paceline.analysis.findings.reproduction import (
 from paceline.analysis.grouping import grouped
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import ratio_between
-from paceline.analysis.statistics.verdict import BETWEEN_DAYS, SMALLEST_EFFECT, verdict_of
+from paceline.analysis.statistics.verdict import SMALLEST_EFFECT, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate import certify, certify_all, observe
 from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
@@ -169,8 +169,8 @@ def _remeasured(metric: str, a: Cell, b: Cell, family: int) -> Remeasured:
     ratio = ratio_between([over], [under])
     plain = over.value / under.value if under.value else None
     if ratio is not None and metric in SPEED_METRICS:
-        sides = ([w.record for w in cell.windows] for cell in (a, b))
-        ratio = ratio._replace(common=BETWEEN_DAYS * fingerprint.apart(*sides))
+        stored_runs, replayed_runs = ([w.record for w in cell.windows] for cell in (a, b))
+        ratio = fingerprint.allow_for_days(ratio, stored_runs, replayed_runs)
     if ratio is None or (ratio.launches or 0) < 2:
         within, reason = _without_interval(math.inf if plain is None else plain)
     else:

@@ -190,7 +190,7 @@ def usage_checks(
     """The grades of a host between two readings.
 
     own_s replaces the CPU seconds of own processes between them, if other readers know of more. serves_elsewhere: a
-    server that we did not start may run on this host, so that its load cannot be told apart from that of others.
+    server that we did not start may run on this host, so its load cannot be separated from that of others.
     """
     elapsed_s = last.at_s - first.at_s
     total_s = _difference(first.total_s, last.total_s)

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from paceline.analysis.findings import Differing
+from paceline.analysis.statistics.intervals import Ratio
+from paceline.analysis.statistics.verdict import BETWEEN_DAYS
 from paceline.experiment.choices import Choice
 from paceline.host import machine
 from paceline.results.records import RunRecord
@@ -52,7 +54,7 @@ def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
 
 
 def occasions(records: Iterable[RunRecord]) -> frozenset[tuple[str, str]]:
-    """On which days (UTC) and nodes these launches ran: launches of one day and node have their weather in common."""
+    """On which days (UTC) and nodes these launches ran: launches of one day and node share conditions."""
     return frozenset(
         (
             datetime.fromtimestamp(record.started_at, UTC).date().isoformat(),
@@ -66,6 +68,13 @@ def apart(first: Iterable[RunRecord], second: Iterable[RunRecord]) -> float:
     """Factor on the spread between days and nodes: 0 if both sides ran on the same ones, less the more each had."""
     ours, theirs = occasions(first), occasions(second)
     return 0.0 if ours == theirs else math.sqrt(1 / len(ours) + 1 / len(theirs))
+
+
+def allow_for_days(
+    ratio: Ratio, first: Iterable[RunRecord], second: Iterable[RunRecord], between_days: float = BETWEEN_DAYS
+) -> Ratio:
+    """The ratio of two sides with the error of their days and nodes, which all comparisons between them share."""
+    return ratio._replace(common=between_days * apart(first, second))
 
 
 def _text(value: object) -> str:

@@ -233,7 +233,6 @@ def _shown(value: Any) -> str:
 
 
 def _quantities(pair: Pair, between_days: float) -> Iterable[Found]:
-    apart = between_days * fingerprint.apart(pair.first.records, pair.second.records)
     same_memory = pair.first.spec.topology.device == pair.second.spec.topology.device
     for key, first in pair.first.quantities.items():
         second = pair.second.quantities.get(key)
@@ -243,8 +242,8 @@ def _quantities(pair: Pair, between_days: float) -> Iterable[Found]:
         if min(first.resampled.value, second.resampled.value) > 0:
             ratio, reason = (None, pair.unequal) if pair.unequal else _ratio(first, second)
             # Allocated memory does not depend on the day.
-            if ratio is not None and apart and first.metric != "peak_memory_bytes":
-                ratio = ratio._replace(common=apart)
+            if ratio is not None and first.metric != "peak_memory_bytes":
+                ratio = fingerprint.allow_for_days(ratio, pair.first.records, pair.second.records, between_days)
             yield Found(pair, first, second, ratio, reason)
 
 

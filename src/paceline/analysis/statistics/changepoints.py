@@ -3,8 +3,8 @@
 A series is searched for a step (the mean of its end against the rest: CUSUM, Page 1954; Vostrikova 1981) and, if there
 is none, for an interval (the mean of an inner part against the rest: circular binary segmentation, Olshen et al. 2004),
 because a fault that was fixed leaves no step. Single outliers are first replaced by the median of their neighbours, so
-that one bad launch neither makes a change nor hides one. Neighbouring launches may be correlated (weather of a day, a
-warm machine): the p-value of the best cut comes from series with the same correlation and no change, made of the
+that one bad launch neither makes a change nor hides one. Neighbouring launches may be correlated (a busy day, a warm
+machine): the p-value of the best cut comes from series with the same correlation and no change, made of the
 permuted innovations of this one. Each of the two searches has half of LEVEL, and parts are searched only after the
 whole has changed.
 """

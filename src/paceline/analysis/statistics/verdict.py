@@ -17,6 +17,7 @@ from paceline.wording import short_percent
 
 SMALLEST_EFFECT = 0.01
 EQUAL_WITHIN = 0.02
+# With fewer launches of each, their spread is too badly known.
 FEWEST_LAUNCHES = 3
 MOST_LAUNCHES = 100
 ONE_LAUNCH = (

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.analysis.compare.precision import Precision, launches_left
+from paceline.analysis.statistics.verdict import FEWEST_LAUNCHES
 from paceline.errors import RequestError
 from paceline.experiment.spec import RunSpec
 from paceline.wording import format_duration
 
-# Before so many launches of each, a spread is too badly known to stop by it.
-FEWEST_LAUNCHES = 3
 MOST_LAUNCHES = 30
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -13,8 +13,9 @@ import pytest
 from testbed.instant import Instant, Watcher
 
 from paceline.analysis.compare.precision import Precision, launches_left
+from paceline.analysis.statistics.verdict import FEWEST_LAUNCHES
 from paceline.campaign.run import controller
-from paceline.campaign.run.stopping import FEWEST_LAUNCHES, MOST_LAUNCHES, Stopping, parse_budget, parse_until
+from paceline.campaign.run.stopping import MOST_LAUNCHES, Stopping, parse_budget, parse_until
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
