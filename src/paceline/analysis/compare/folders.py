@@ -21,7 +21,7 @@ from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
 from paceline.analysis.statistics.verdict import BETWEEN_DAYS, ONE_LAUNCH, verdict_of
-from paceline.analysis.training import metrics
+from paceline.analysis.training import metrics, trust
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import PERCENTILE
@@ -33,6 +33,8 @@ MISSING, NOTHING_FOUND = "missing", "nothing found"
 ACCEPTED = "certified training, valid inference runs, or machine measurements"
 NEAREST_LOOKED_AT = 50
 MOST_NAMED = 3
+# Trust lights that a reader must know of, the worst first.
+DISTURBED = ("red", "amber")
 _UNUSED = ("training", "warmup", "steps")
 
 
@@ -119,6 +121,7 @@ def compare_experiments(
         only_second=tuple(runs[0].label for cell, runs in b.items() if cell not in matched.values()),
         notes=(*_notes(a, met, changes), *rest),
         occasions=_occasions_text(met, between_days),
+        disturbed=_disturbed_text(met),
     )
 
 
@@ -331,6 +334,24 @@ def _too_few(pair: Pair) -> Iterable[str]:
         if any((tail, row) not in side for row in rows for side in (first, second)):
             needed = early_stopping.requests_for(PERCENTILE)
             yield f"not compared: {tail} of {pair.second.label}, which needs {needed} requests on each side"
+
+
+def _disturbed_text(pairs: Sequence[Pair]) -> str | None:
+    """`trust red: 1 of 3 launches of A and 2 of 3 of B were disturbed (...)`; None if no launch was."""
+    sides = [
+        [found for subject in subjects for record in subject.records if (found := trust.finding(record))]
+        for subjects in ([pair.first for pair in pairs], [pair.second for pair in pairs])
+    ]
+    disturbed = [[found for found in side if found.level in DISTURBED] for side in sides]
+    worst = min((found for side in disturbed for found in side), key=lambda f: DISTURBED.index(f.level), default=None)
+    if worst is None:
+        return None
+    counts = [
+        f"{len(found)} of {len(side)} launches of {name}"
+        for name, found, side in zip("AB", disturbed, sides, strict=True)
+        if found
+    ]
+    return f"trust {worst.level}: {' and '.join(counts)} were disturbed ({worst.reasons[0]})"
 
 
 def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterable[str]:

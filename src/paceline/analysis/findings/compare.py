@@ -61,6 +61,7 @@ class Between:
     """Two folders, compared cell by cell. changes start with the largest decided effect; shared is in all pairs.
 
     occasions says on which other day or node B ran, and what that adds to every interval; None if on the same.
+    disturbed says how many launches have a red or amber trust light; None if none has.
     """
 
     first: str
@@ -72,6 +73,7 @@ class Between:
     only_second: tuple[str, ...]
     notes: tuple[str, ...] = ()
     occasions: str | None = None
+    disturbed: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,8 @@ def sentence(found: Between) -> str:
     parts = parts or ["nothing could be compared"]
     if found.changes and found.occasions:
         parts.append(found.occasions)
+    if found.changes and found.disturbed:
+        parts.append(found.disturbed)
     if found.changes and found.shared:
         parts.append(f"{differences_text(found.shared, glue=' and ')} differ{'s' if len(found.shared) == 1 else ''}")
     elif found.changes:

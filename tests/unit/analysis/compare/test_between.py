@@ -49,6 +49,15 @@ def folder(make_cell: Builder, make_reference: Builder) -> Builder:
     return make
 
 
+def test_disturbed_launches_are_counted_before_any_table(folder: Builder) -> None:
+    quiet = folder({"device": "cuda"}, ddp=1.0)
+    shared = folder({"device": "cuda", "record": {"evidence": {"neighbours": 2}}}, ddp=1.0)
+    assert compare_experiments(quiet, later(quiet)).disturbed is None
+    found = compare_experiments(quiet, later(shared))
+    assert found.disturbed == "trust amber: 3 of 3 launches of B were disturbed (2 other processes on a GPU)"
+    assert found.disturbed in present.sentence(found)
+
+
 class TestVerdicts:
     def test_second_over_first(self, folder: Builder) -> None:
         found = compare_experiments(folder(ddp=1.0), later(folder(ddp=0.8, fsdp2=1.0)))
