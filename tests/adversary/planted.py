@@ -467,7 +467,7 @@ def merged_micro_batches(trainer: Any, spec: RunSpec, seat: Seat) -> None:
     def changed(t: Tensor, y: Tensor, n: Tensor, last: bool) -> Tensor:
         waiting.append((t, y))
         if not last:
-            return torch.zeros((), requires_grad=True)
+            return torch.zeros((), device=t.device, requires_grad=True)
         tokens, labels = (torch.cat(parts) for parts in zip(*waiting, strict=True))
         waiting.clear()
         return forward(tokens, labels, n, last)  # type: ignore[no-any-return]

@@ -1,4 +1,8 @@
-"""Runs of many folders by a few ranks, which are forked from the nursery: torch is imported once for all tests."""
+"""Runs of many folders by a few ranks: torch is imported once for all of them.
+
+The ranks of CPU runs are forked from the nursery. CUDA does not survive a fork: torchrun starts the ranks of GPU runs
+(`python -m adversary.ranks LISTING`).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,9 @@ def run_all(out: Path, folders: Sequence[Path], environment: Mapping[str, str]) 
     listing.write_text("".join(f"{folder}\n" for folder in folders))
     env = {**environment, **forked.prepare(spec, folders[0]).env}
     command = [sys.executable, "-m", "testbed.nursery", "run", "zero-1", str(listing)]
+    if spec.topology.device == "cuda":
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={spec.topology.world_size}"]
+        command = [sys.executable, "-m", *torchrun, "-m", __name__, str(listing)]
     with listing.with_suffix(".log").open("w") as log:
         subprocess.run(command, env=env, stdout=log, stderr=log, check=False)
     records = []
@@ -31,3 +38,7 @@ def run_all(out: Path, folders: Sequence[Path], environment: Mapping[str, str]) 
         store.seal(folder, status if outcomes else Status.FAILED, error, time.time(), time.time())
         records.append(store.read_run(folder))
     return records
+
+
+if __name__ == "__main__":
+    forked.run_many([Path(line) for line in Path(sys.argv[1]).read_text().splitlines()])

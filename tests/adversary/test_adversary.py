@@ -1,7 +1,7 @@
 """An adversary: strategies and workloads with one planted mistake each are refused, and honest variations are not.
 
 All runs train the same small model on two ranks, most of them in fp32 and in bf16, and share one reference for each
-precision.
+precision. Where there is a GPU, they do so on it too: two NCCL ranks share it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.analysis.findings import Certificate
 from paceline.analysis.training.certificate import certify_all
 from paceline.campaign.run.controller import references_of
 from paceline.experiment.spec import RunSpec
+from paceline.host import machine
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -85,11 +86,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full checkpointing": {"checkpointing": "full"},
     "selective checkpointing": {"checkpointing": "selective"},
 }
-PRECISIONS = ("fp32", "bf16")
+LAUNCHERS = {"cpu": "local", "cuda": "local:shared_gpu=true"}
+without_gpu = pytest.mark.skipif(machine.device_count() == 0, reason="no CUDA device")
+JUDGED = [
+    pytest.param(("cpu", "fp32"), id="cpu-fp32"),
+    pytest.param(("cpu", "bf16"), id="cpu-bf16"),
+    pytest.param(("cuda", "fp32"), id="cuda-fp32", marks=without_gpu),
+    pytest.param(("cuda", "bf16"), id="cuda-bf16", marks=without_gpu),
+]
 
 
-def cases(precision: str, make: Callable[..., RunSpec]) -> dict[str, RunSpec]:
+def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str, RunSpec]:
     common: dict[str, Any] = {
+        "device": device,
+        "launcher": LAUNCHERS[device],
         "model": "tiny:layers=2,hidden=32",
         "sequence_length": 16,
         "micro_batch": 2,
@@ -113,7 +123,7 @@ def cases(precision: str, make: Callable[..., RunSpec]) -> dict[str, RunSpec]:
     return found
 
 
-@pytest.fixture(scope="session", params=PRECISIONS)
+@pytest.fixture(scope="session", params=JUDGED)
 def judged(
     request: pytest.FixtureRequest,
     make_spec: Callable[..., RunSpec],
@@ -121,8 +131,8 @@ def judged(
     environment: Callable[..., dict[str, str]],
     nursery: None,
 ) -> tuple[dict[str, RunSpec], dict[str, Certificate]]:
-    out: Path = tmp_path_factory.mktemp(f"adversary-{request.param}")
-    specs = cases(request.param, make_spec)
+    out: Path = tmp_path_factory.mktemp("-".join(("adversary", *request.param)))
+    specs = cases(*request.param, make_spec)
     references = [dataclasses.replace(spec, experiment="test") for spec in references_of(list(specs.values())).values()]
     records = []
     for group in (references, specs.values()):
