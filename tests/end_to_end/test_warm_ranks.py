@@ -61,8 +61,8 @@ def test_nothing_is_left_of_a_campaign(both: Any, living: Callable[[Path], list[
 def test_a_warm_process_serves_many_runs_and_another_follows_one_that_died(
     make_spec: Callable[..., Any], tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:
-    def finished(number: int) -> tuple[int, int | None]:
-        spec = make_spec("ddp", 1, experiment=f"e{number}")
+    def finished(number: int, **env: str) -> tuple[int, int | None]:
+        spec = make_spec("ddp", 1, experiment=f"e{number}", env=env)
         handle = local.submit(local.prepare(spec, store.create(tmp_path, spec)))
         eventually(lambda: not local.poll(handle).running, "the end of the run")
         local.cancel(handle)
@@ -72,6 +72,14 @@ def test_a_warm_process_serves_many_runs_and_another_follows_one_that_died(
         first, second = finished(1), finished(2)
         assert first == second, "the same process"
         assert first[1] == 0
+        other = finished(4, NCCL_ALGO="Ring")
+        assert other[0] != first[0], "imports may have read the variable, so its ranks are of another process"
+        (machine,) = store.read_machines(next((tmp_path / "e4").iterdir()))
+        assert machine["environment"]["NCCL_ALGO"] == "Ring"
+        assert other[1] == 0
+        first = finished(5)
+        (machine,) = store.read_machines(next((tmp_path / "e5").iterdir()))
+        assert "NCCL_ALGO" not in machine["environment"]
         os.kill(first[0], signal.SIGKILL)
         psutil.Process(first[0]).wait(30) if psutil.pid_exists(first[0]) else None
         third = finished(3)

@@ -25,7 +25,7 @@ def start(spec: RunSpec, node: int, port: int, environment: dict[str, str], log:
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "paceline.launchers.node.agent", "--relay", f"--port={port}"],
-            env={**environment, **rank_environment(1), **place, **shared, "PACELINE_SPEC": spec_text(spec)},
+            env={**environment, **rank_environment(spec, 1), **place, **shared, "PACELINE_SPEC": spec_text(spec)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

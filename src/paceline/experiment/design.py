@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import require
-from paceline.experiment import factorial, recipe
+from paceline.experiment import factorial, recipe, variables
 from paceline.experiment.factorial import Design, Level
 from paceline.experiment.fields import Cell, DesignFields, validate
 from paceline.experiment.spec import NO_CELL, RunSpec
@@ -15,7 +15,7 @@ from paceline.experiment.spec import NO_CELL, RunSpec
 PREFIX = "design."
 # An experiment has one device, and a warm-up is not a single value. Two levels of a field that is not part of the cell
 # would be the same run.
-NO_FACTORS = ("device", "warmup", *NO_CELL)
+NO_FACTORS = ("device", "warmup", variables.FIELD, *NO_CELL)
 FACTORS = tuple(name for name in Cell.model_fields if name not in NO_FACTORS)
 
 Fields = Mapping[str, Any]
@@ -46,7 +46,7 @@ def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> 
     accepted = "at least one field with its levels, the baseline first"
     require(bool(block.factors), "design.factors", block.factors, accepted)
     for name, levels in block.factors.items():
-        require(name in FACTORS, "design.factors", name, f"one of {', '.join(FACTORS)}")
+        require(_is_factor(name), "design.factors", name, f"env.VARIABLE or one of {', '.join(FACTORS)}")
         require(len(levels) > 1, f"design.factors.{name}", levels, "two levels or more, the baseline first")
     generators = _generators(block) if block.kind == factorial.FRACTIONAL else {}
     first = {name: levels[0] for name, levels in block.factors.items()}
@@ -61,6 +61,10 @@ def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> 
     )
     points = [*design.points(), *design.combined_points().values()]
     return [replace(make(point), design=design) for point in points if keeps(point)]
+
+
+def _is_factor(name: str) -> bool:
+    return name in FACTORS or name.startswith(variables.PREFIX)
 
 
 def _generators(block: DesignFields) -> dict[str, tuple[str, ...]]:
@@ -86,8 +90,9 @@ def _combined(block: DesignFields, first: Fields, make: Make) -> dict[str, dict[
     found: dict[str, dict[str, Level]] = {}
     for point in block.combined:
         changes = {name: value for name, value in point.items() if name != "name"}
-        known = set(changes) <= set(FACTORS)
-        require(bool(changes) and known, "design.combined", point, f"a name and some of {', '.join(FACTORS)}")
+        known = all(map(_is_factor, changes))
+        accepted = f"a name and some of {', '.join(FACTORS)} and env.VARIABLE"
+        require(bool(changes) and known, "design.combined", point, accepted)
         spec = make({**first, **changes})
         name = str(point.get("name") or ", ".join(f"{key} {value}" for key, value in changes.items()))
         require(name not in found, "design.combined", name, "a different name for each point")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from paceline.errors import RequestError, did_you_mean, require
-from paceline.experiment import design
+from paceline.experiment import design, variables
 from paceline.experiment.choices import Choice
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
 from paceline.experiment.plugins import Traits
@@ -46,11 +46,11 @@ def load(
 
     benchmark keeps the cells of one kind; counts (`warmup`, `iters`) are options of workloads that repeat a kernel.
     """
-    raw = read(source)
+    raw = variables.flatten_experiment(read(source))
     experiment = validate(Experiment, raw, source)
     accepted = f"another name, because results directories use {' and '.join(TAKEN)} themselves"
     require(experiment.name not in TAKEN, "name", experiment.name, accepted)
-    given = dict(parse_setting(text) for text in settings)
+    given = variables.flatten(dict(parse_setting(text) for text in settings))
     if launcher is not None:
         given["launcher"] = given_launcher(launcher, experiment.base.get("launcher"))
     requested = given.get("device", experiment.base.get("device", "auto"))
@@ -127,13 +127,16 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
     """One spec per distinct cell. A setting replaces the axis or field of the same name. A list is an axis, or a factor
     if there is a design. An experiment may have the cells of a matrix as well as those of a design."""
     own, given = design.split(given)
-    nested = {key: value for key, value in given.items() if "." in key}
+    nested = {key: value for key, value in given.items() if "." in key and not key.startswith(variables.PREFIX)}
     axes = {key: value for key, value in given.items() if isinstance(value, list) and key not in nested}
     fixed = {key: value for key, value in given.items() if key not in axes and key not in nested}
     base = _with_warmup(experiment.base | fixed, nested)
+    # Variables with several values in the base are axes of every matrix that does not set them.
+    several = {key: base.pop(key) for key in tuple(base) if _is_variable_axis(key, base[key])}
 
     def make(fields: Mapping[str, Any]) -> RunSpec:
-        cell = validate(Cell, _with_options(_plain({**base, **fields}), nested), experiment.name)
+        plain = variables.gather(_plain({**base, **fields}))
+        cell = validate(Cell, _with_options(plain, nested), experiment.name)
         return build(experiment.name, cell, device)
 
     def keeps(fields: Mapping[str, Any]) -> bool:
@@ -143,11 +146,11 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
             for rule in experiment.exclude
         )
 
-    block = design.requested(experiment.design, own, axes, fixed)
+    block = design.requested(experiment.design, own, {**several, **axes}, fixed)
     specs = design.expand(block, make, keeps) if block else []
     if not block or experiment.matrix:
         most = offered(_launcher({**base, **given}), device).processes
-        points = _points(experiment, base, fixed, {} if block else axes, most)
+        points = _points(experiment, {**base, **several}, fixed, {} if block else axes, most)
         specs += [make(point) for point in points if keeps(point)]
     if not specs:
         raise RequestError(f"{experiment.name}: the exclusions leave no cell to run. Check `exclude`.")
@@ -162,7 +165,8 @@ def _points(
 ) -> Iterable[dict[str, Any]]:
     """Every point of every matrix, as changes of the base. most: the last value of an axis that doubles processes."""
     for matrix in experiment.matrix if isinstance(experiment.matrix, list) else [experiment.matrix]:
-        values = {key: own for key, own in matrix.items() if key not in fixed} | dict(axes)
+        several = {key: own for key, own in base.items() if _is_variable_axis(key, own)}
+        values = several | {key: own for key, own in matrix.items() if key not in fixed} | dict(axes)
         doubling = matrix.get("processes") == DOUBLING
         for key, own in values.items():
             if key == "processes" and own == DOUBLING:
@@ -181,13 +185,17 @@ def _points(
             yield fields
 
 
+def _is_variable_axis(key: str, value: object) -> bool:
+    return key.startswith(variables.PREFIX) and isinstance(value, list)
+
+
 def _with_warmup(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
     """The base with settings such as `warmup.minimum=3` applied; `_with_options` applies options of a choice."""
     result = dict(base)
     for key, value in nested.items():
         group, _, field = key.partition(".")
         if group != "warmup" and group not in CHOICES:
-            accepted = f"warmup.FIELD, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
+            accepted = f"warmup.FIELD, env.VARIABLE, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
             raise RequestError(f"--set: got {key!r}, expected {accepted}.{did_you_mean(group, CHOICES)}")
         if group == "warmup":
             before = result.get(group, {})

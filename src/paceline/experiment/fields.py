@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from paceline.errors import RequestError, Scalar, did_you_mean, require
-from paceline.experiment import plugins
+from paceline.experiment import plugins, variables
 from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
 from paceline.experiment.plugins import Offer, Traits, declared, load
@@ -73,6 +73,7 @@ class OwnFields(Strict):
     engine: str = "openai"
     max_restarts: int = 0
     checkpoint_every: int | None = None
+    env: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
 
 
 # The fields of `Serving` are defined there, with their defaults.
@@ -198,6 +199,7 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         engine=Choice(engine.name, options) if traits.serves else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         contents=digests(model, data),
+        env=variables.checked(cell.env, launcher),
         **{field: getattr(cell, field) for field in _RUN},
     )
 

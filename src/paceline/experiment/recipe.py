@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import Scalar, require
+from paceline.experiment import variables
 from paceline.experiment.spec import RunSpec
 
 
@@ -66,6 +67,7 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "telemetry_hz": spec.telemetry_hz,
         **({"max_restarts": spec.max_restarts} if spec.max_restarts else {}),
         **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
+        **{f"{variables.PREFIX}{name}": value for name, value in spec.env.items()},
     }
 
 

@@ -185,9 +185,10 @@ class RunSpec:
 
     design: the experimental design of which this run is a point. lineage: the controller's mark of one launch, by which
     it recognises its job and checkpoints. contents: digests of the files that `model` and `data` name, so that changed
-    data under the same path is different work. declared: what plugins from other packages declared when the run was
-    stored (kind -> name -> constants of plugins.DECLARED), so that it can be read where they are not installed; None
-    before. Neither design, lineage nor declared is part of an identity.
+    data under the same path is different work. env: environment variables of the ranks (see `variables`). declared:
+    what plugins from other packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED),
+    so that it can be read where they are not installed; None before. Neither design, lineage nor declared is part of
+    an identity.
     """
 
     experiment: str
@@ -212,6 +213,7 @@ class RunSpec:
     checkpoint_every: int | None = None
     design: Design | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
     lineage: str | None = None
     declared: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = field(default=None, compare=False, repr=False)
 
@@ -228,6 +230,8 @@ class RunSpec:
         every = self.checkpoint_every
         require(every is None or every >= 1, "checkpoint_every", every, "a number of steps from 1, or null for none")
         require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
+        is_text = isinstance(self.env, Mapping) and all(isinstance(v, str) for pair in self.env.items() for v in pair)
+        require(is_text, "env", self.env, "a mapping of names to text")
         for name in ("timeout_s", "stall_s"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number of seconds")
         accepted = f"readings a second up to {FASTEST_TELEMETRY_HZ:g}, or 0 for none"
@@ -379,12 +383,16 @@ class RunSpec:
                 rank, targets = (self.tuning.rank, self.tuning.targets) if self.tuning.has_adapters else (None, None)
                 axes |= {"method": self.tuning.method, "rank": rank, "targets": targets}
                 axes["optimizer"] = self.tuning.optimizer
+        if self.env:
+            axes["env"] = " ".join(f"{name}={value}" for name, value in self.env.items())
         axes["seed"] = self.seed
         return axes | {"steps": self.steps} if self.is_trained and not s else axes
 
     def to_dict(self) -> dict[str, Any]:
         """As spec.json stores it. Shipped plugins are not recorded in `declared`: their files say it."""
         values = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        if not self.env:
+            del values["env"]
         declared: dict[str, dict[str, Any]] = {}
         for kind, choice in (("workloads", self.workload), ("launchers", self.launcher), ("engines", self.engine)):
             constants = None
@@ -419,7 +427,7 @@ class RunSpec:
     def _without(self, *fields: str) -> dict[str, Any]:
         """The fields that make an identity. Fields that were added later count only where they are set, so that older
         runs keep their ids."""
-        added_later = ("tuning", "contents", "checkpoint_every", "serving", "engine")
+        added_later = ("tuning", "contents", "checkpoint_every", "serving", "engine", "env")
         empty = tuple(name for name in added_later if not getattr(self, name))
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
         for kind, key in (("launchers", "launcher"), ("engines", "engine")):

@@ -11,9 +11,9 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import LaunchError
 from paceline.experiment.spec import RunSpec
@@ -29,12 +29,15 @@ RUNNER: str | None = None
 Answer = TypeVar("Answer")
 
 
-def rank_environment(threads: int) -> dict[str, str]:
+def rank_environment(spec: RunSpec, threads: int, own: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the variables of every rank: Paceline's, those of the launcher's options, and those of the spec."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
         # torch 2.13 warns at every collective that DeepSpeed calls by its old name.
         "PYTHONWARNINGS": "ignore::FutureWarning",
+        **{name: str(value) for name, value in (own or {}).items()},
+        **spec.env,
     }
 
 

@@ -68,10 +68,10 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     alone = ("--standalone", "--local-addr=127.0.0.1")
     torchrun = (sys.executable, "-m", "torch.distributed.run", *alone, no_logs, processes)
     argv = (*torchrun, "-m", "paceline.workloads.worker", str(run_dir))
-    env = rank_environment(chosen.threads)
+    env = rank_environment(spec, chosen.threads)
     if sys.platform == "linux":
         # gloo finds no address if the host name does not resolve; one host needs only loopback.
-        env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        env.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     if chosen.shared_gpu:
         env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
     # Forking then replaces the command above; see _warm.

@@ -130,6 +130,7 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
     """Run the workload; an exception becomes a status and one sentence."""
     try:
         spec = store.read_spec(run_dir)
+        check_variables(spec)
         seat = replace(take_seat(spec, rank), checkpoints=checkpoint_folder(spec, run_dir))
         recorder.device = seat.device
         if seat.local_rank == 0:
@@ -171,6 +172,17 @@ def record_room(run_dir: Path, rank: int, recorder: FolderRecorder) -> None:
     with contextlib.suppress(RuntimeError, MemoryError, OSError):
         room, micro_batch = room_bytes(spec.topology.device), spec.training.micro_batch
         recorder.add(ComponentSample(rank=rank, component="room", source="held", bytes=room, micro_batch=micro_batch))
+
+
+def check_variables(spec: RunSpec) -> None:
+    """InvalidRunError if this rank does not have the variables of its spec: its speed would be another setting's."""
+    for name, value in spec.env.items():
+        if (own := os.environ.get(name)) != value:
+            now = "is not set" if own is None else "has another value"
+            raise InvalidRunError(
+                f"env.{name}: {value!r} was requested, but the variable {now} in this rank. Look for what changes it "
+                "on the way: the set-up lines of the launcher, the image, or a shell profile"
+            )
 
 
 def take_seat(spec: RunSpec, rank: int) -> Seat:

@@ -37,6 +37,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "bucket_mb": ("training.bucket_mb",),
     "micro_batch": ("training.micro_batch", "training.accumulation"),
     "launcher": ("launcher",),
+    "env": ("env",),
     # Adapters reduce in fp32 and full fine-tuning in its own dtype, so the method includes its reduction dtype.
     "method": ("tuning.method", "training.precision.reduce"),
     "optimizer": ("tuning.optimizer",),
@@ -162,7 +163,7 @@ def _group(axis: str, key: str, members: Sequence[Cell], named: Sequence[str]) -
     speeds = {c.id: metrics.estimate(c, "tokens_per_s") for c in members}
     ordered = sorted(members, key=lambda c: (-(s.value if (s := speeds[c.id]) else 0.0), c.id))
     everything = [cell.axes for cell in ordered]
-    shared = {name: value for name, value in everything[0].items() if all(a[name] == value for a in everything)}
+    shared = {name: value for name, value in everything[0].items() if all(a.get(name) == value for a in everything)}
     names = {cell.id: name_of(cell.spec, axis) for cell in ordered}
     title = title_of({**shared, DEVICE: device_kind(ordered[0])}, named)
     return Group(axis, key, title, tuple(ordered), names, shared)
@@ -170,7 +171,7 @@ def _group(axis: str, key: str, members: Sequence[Cell], named: Sequence[str]) -
 
 def name_of(spec: RunSpec, axis: str) -> str:
     """`zero:stage=2`, `compile on`, `micro batch 2 x 4`."""
-    value = spec.axes()[axis]
+    value = spec.axes().get(axis)
     if axis == "strategy":
         return str(value or spec.workload)
     if axis == "micro_batch":
@@ -179,6 +180,8 @@ def name_of(spec: RunSpec, axis: str) -> str:
 
 
 def _setting(axis: str, value: Scalar) -> str:
+    if axis == "env":
+        return str(value or "default environment")
     if axis == DEVICE:
         return str(value)
     if isinstance(value, bool):

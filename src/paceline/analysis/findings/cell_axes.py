@@ -34,7 +34,7 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
         noun = "GPU" if axes.get("device") == "cuda" else "process"
         plural = "" if value == 1 else "s" if noun == "GPU" else "es"
         return f"{value} {noun}{plural}"
-    if name in {"model", "workload", "strategy", DEVICE}:
+    if name in {"model", "workload", "strategy", "env", DEVICE}:
         return str(value)
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
@@ -51,6 +51,9 @@ def distinguishing_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...
     for axes in cells:
         for name, value in axes.items():
             seen.setdefault(name, set()).add(repr(value))
+    if "env" in seen:
+        # Cells without variables of their own do not have this axis.
+        seen["env"] |= {repr(axes.get("env")) for axes in cells}
     differing = [name for name, values in seen.items() if len(values) > 1]
     named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"})]
     distinct = len({describe(axes, named) for axes in cells})

@@ -190,8 +190,7 @@ def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest
     gpus = {chosen.gpu_resource: str(chosen.gpus)} if chosen.gpus else {}
     plain = {
         **_HOME,
-        **rank_environment(chosen.threads),
-        **chosen.variables(),
+        **rank_environment(spec, chosen.threads, chosen.variables()),
         "PACELINE_NODES": str(spec.topology.nodes),
         "PACELINE_MASTER": master,
         "PACELINE_SPEC": spec_text(spec),

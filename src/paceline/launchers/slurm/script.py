@@ -181,7 +181,7 @@ def _is_positive(value: object) -> bool:
 
 def render(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives(spec, chosen, name, run_dir)), ""]
-    variables = rank_environment(chosen.threads) | {key: str(value) for key, value in (chosen.env or {}).items()}
+    variables = rank_environment(spec, chosen.threads, chosen.env)
     variables |= {} if chosen.shared else {"PACELINE_SPEC": spec_text(spec)}
     lines += [f"export {key}={shlex.quote(value)}" for key, value in variables.items()]
     lines += [_RENDEZVOUS.rstrip()]

@@ -127,7 +127,7 @@ def submit(job: Job) -> Mapping[str, Any]:
 
 def _environments(spec: RunSpec, chosen: Options, names: list[str], attempt: str) -> list[dict[str, str]]:
     """Return the variables of each node: its placement, and those of the ranks."""
-    shared = rank_environment(chosen.threads) | {name: str(value) for name, value in (chosen.env or {}).items()}
+    shared = rank_environment(spec, chosen.threads, chosen.env)
     shared |= _forwarded(chosen) | {placement.ATTEMPT: attempt}
     hosts = chosen.machines[: spec.topology.nodes]
     shared |= {"PACELINE_NODES": str(len(hosts)), "PACELINE_MASTER": hosts[0].address or hosts[0].host}
