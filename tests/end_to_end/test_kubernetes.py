@@ -312,6 +312,35 @@ def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
     until(lambda: not bed.cluster.leftovers(name), "the end of everything")
 
 
+def test_a_launch_after_an_outage_removes_the_job_that_the_outage_left(bed: Bed) -> None:
+    """The API server was away for longer than the patience: the run failed and its job could not be deleted."""
+    name = "outlasted"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env={"LIGHT_S": "10"}, patience_s=4.0)
+    with ThreadPoolExecutor(1) as aside:
+        running = aside.submit(bed.run, spec)
+        moving(bed, name, spec)
+        bed.cluster.stop_api_server()
+        record = running.result()
+        assert record.status == "failed"
+        assert "does not answer" in str(record.error)
+        bed.cluster.start_api_server()
+        (left,) = created_jobs(bed, name)
+        assert len(bed.pods(name)) == 2, "its pods have noticed nothing"
+        before = {pod["metadata"]["uid"] for pod in bed.pods(name)}
+        record = bed.run(spec)
+    assert (record.status, record.error) == ("ok", None)
+    history = [c for c in bed.cluster.state.history if c.object["metadata"].get("namespace") == name]
+    added = next(
+        i
+        for i, c in enumerate(history)
+        if c.resource == JOBS and c.how == "ADDED" and c.object["metadata"]["name"] != left
+    )
+    gone = {c.object["metadata"]["uid"] for c in history[:added] if c.how == "DELETED"}
+    assert before <= gone, "no pod of the earlier launch was left when the next one was submitted"
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
 def test_replicas_go_on_without_a_node_that_was_lost(bed: Bed, records: dict[str, Future[Any]]) -> None:
     record = records["bereft"].result()
     assert sorted(request.sample for request in record.requests) == list(range(REQUESTS)), record.error

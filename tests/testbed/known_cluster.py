@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launchers.kubernetes.client import AlreadyExists, Cluster, NotFound
-from paceline.launchers.kubernetes.manifests import Resource
+from paceline.launchers.kubernetes.manifests import RUN_LABEL, Resource
 from paceline.launchers.node import log_transport
 
 RUNNING = {"running": {}}
@@ -45,11 +45,11 @@ class KnownCluster(Cluster):
             raise self.refusal
         self.deleted.append((resource.plural, name))
         self.objects.pop((resource.plural, name), None)
-        self.running = []
+        self.running = [pod for pod in self.running if pod["metadata"]["labels"][RUN_LABEL] != name]
 
     def pods(self, selector: str) -> list[dict[str, Any]]:
-        wanted = selector.partition("=")[2]
-        return [pod for pod in self.running if pod["metadata"]["labels"] == wanted]
+        label, _, wanted = selector.partition("=")
+        return [pod for pod in self.running if pod["metadata"]["labels"].get(label) == wanted]
 
     def pod(self, name: str) -> dict[str, Any] | None:
         return next((pod for pod in self.running if pod["metadata"]["name"] == name), None)
@@ -65,9 +65,10 @@ class KnownCluster(Cluster):
         yield from readings.pop(0) if len(readings) > 1 else readings[0]
 
     def start(self, job: str, state: Mapping[str, Any], nodes: int = 2, **status: Any) -> None:
-        uid = self.objects["jobs", job]["metadata"]["uid"]
+        known = self.objects["jobs", job]["metadata"]
+        same = {"labels": {**known["labels"], RUN_LABEL: job}, "ownerReferences": [{"uid": known["uid"]}]}
         for index in range(nodes):
-            about = {"name": f"{job}-{index}-x", "labels": job, "uid": f"p{index}", "ownerReferences": [{"uid": uid}]}
+            about = {"name": f"{job}-{index}-x", "uid": f"p{index}", **same}
             containers = [{"name": "node", "state": state}]
             self.running.append({"metadata": about, "status": {"containerStatuses": containers, **status}})
 

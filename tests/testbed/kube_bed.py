@@ -100,6 +100,7 @@ def light(replace: Callable[[object, str, object], None] = setattr) -> None:
     replace(_kube_run, "EVENTS_S", 0.5)
     # A pod on a node that answers no more never goes; nobody waits for it for long here.
     replace(_kube_run, "REMOVAL_S", 5.0)
+    replace(_kube_run, "REMOVAL_PATIENCE_S", 4.0)
 
 
 if __name__ == "__main__":

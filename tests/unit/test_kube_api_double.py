@@ -361,6 +361,13 @@ def test_rights_are_those_of_the_roles_and_can_be_asked_for(api: Any, cluster: C
     assert [allowed(verb) for verb in ("get", "delete")] == [True, False]
     stranger = client_of(cluster, tmp_path / "stranger", token="made up")
     assert refusal(lambda: stranger.batch.list_namespaced_job(NAMESPACE))[0] == 401
+    # A server that has just started knows no roles yet; administrators need none.
+    cluster.access.forget_roles(3600.0)
+    assert refusal(lambda: reader.batch.read_namespaced_job("nobody", NAMESPACE))[0] == 403
+    assert refusal(lambda: allowed("get"))[0] == 403
+    api.batch.list_namespaced_job(NAMESPACE)
+    cluster.access.forget_roles(0.0)
+    assert allowed("get")
 
 
 def test_a_restricted_namespace_refuses_pods_that_may_become_root(api: Any, cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ class User:
 
 
 class Access:
-    """The RBAC authorizer: what no binding allows is forbidden."""
+    """The RBAC authorizer: what no binding allows is forbidden. A starting server has read no bindings yet, and forbids
+    everything to everybody but administrators."""
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._filled_at = float("-inf")
         self._users = {ADMIN_TOKEN: User("kubernetes-admin", ("system:masters", "system:authenticated"))}
 
     def token_for(self, namespace: str, account: str) -> str:
@@ -30,6 +33,10 @@ class Access:
         token = f"token-of-{namespace}-{account}"
         self._users[token] = User(f"system:serviceaccount:{namespace}:{account}", ("system:serviceaccounts",))
         return token
+
+    def forget_roles(self, seconds: float) -> None:
+        """A server has just started: its caches are filled after so long."""
+        self._filled_at = time.monotonic() + seconds
 
     def user(self, header: str | None) -> User:
         scheme, _, token = (header or "").partition(" ")
@@ -40,13 +47,15 @@ class Access:
     def allows(self, user: User, verb: str, resource: Resource, sub: str, namespace: str, name: str | None) -> bool:
         if "system:masters" in user.groups:
             return True
+        if time.monotonic() < self._filled_at:
+            return False
         what = f"{resource.plural}/{sub}" if sub else resource.plural
         return any(_covers(rule, verb, resource.group, what, name) for rule in self._rules(user, namespace))
 
     def require(self, user: User, verb: str, resource: Resource, sub: str, namespace: str, name: str | None) -> None:
-        if resource.plural != "selfsubjectaccessreviews" and not self.allows(
-            user, verb, resource, sub, namespace, name
-        ):
+        # By default, everybody may ask for their own rights.
+        is_default = resource.plural == "selfsubjectaccessreviews" and time.monotonic() >= self._filled_at
+        if not is_default and not self.allows(user, verb, resource, sub, namespace, name):
             raise refusals.not_permitted(user.name, verb, resource, sub, namespace, name)
 
     def review(self, user: User, asked: Object) -> Object:

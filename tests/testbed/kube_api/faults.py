@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from testbed.kube_api.access import Access
 from testbed.kube_api.jobs import set_condition
 from testbed.kube_api.kubelet import Kubelet
 from testbed.kube_api.resources import BY_PLURAL, JOBS, NODES, PODS, Object
@@ -15,6 +16,7 @@ class Accidents:
     state: State
     kubelet: Kubelet
     listener: Listener
+    access: Access
 
     def pods(self, namespace: str) -> list[Object]:
         return self.state.list(PODS, namespace)
@@ -96,6 +98,8 @@ class Accidents:
     def stop_api_server(self) -> None:
         self.listener.stop()
 
-    def start_api_server(self) -> None:
-        """On the same port, with everything that was stored."""
+    def start_api_server(self, cold_s: float = 2.0) -> None:
+        """On the same port, with everything that was stored. Seen on a real one: for about 2 s, while its caches of
+        roles fill, it answers 403 to everybody but administrators."""
+        self.access.forget_roles(cold_s)
         self.listener.start()

@@ -19,7 +19,7 @@ from paceline.launchers._job import job_name
 from paceline.launchers.kubernetes import cluster as cluster_checks
 from paceline.launchers.kubernetes import run
 from paceline.launchers.kubernetes.client import Cluster
-from paceline.launchers.kubernetes.manifests import RESOURCES, job_manifests, reader_manifest
+from paceline.launchers.kubernetes.manifests import RESOURCES, directory_id, job_manifests, reader_manifest
 from paceline.launchers.kubernetes.options import Options
 from paceline.results import attempts
 
@@ -77,6 +77,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         "ranks": spec.topology.processes_per_node,
         "may_be_lost": list(may_be_lost(spec)),
         "run_dir": str(run_dir.absolute()),
+        "directory": directory_id(run_dir),
         "manifests": made,
         "reader": reader_manifest(chosen, name) if chosen.results_claim else None,
     }
@@ -86,6 +87,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 def submit(job: Job) -> Mapping[str, Any]:
     cluster = _connect(job.settings)
+    run.remove_earlier(cluster, job.settings)
     run.submit(cluster, list(job.settings["manifests"]), job.settings["name"], job.settings["kind"])
     return _handle(job.settings, cluster)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ DEFAULT_NAMESPACE = "paceline"
 RETRY_S = 1.0
 # Time to connect, and the longest pause in a response. A log that is silent for longer is requested again.
 REQUEST_S = (10.0, 60.0)
+# A starting API server answers 403 until it has read its roles, about 2 s. A right that worked before is requested
+# again for so long before it counts as withdrawn.
+FORBIDDEN_S = 20.0
+# The server's answer to a missing right. Quotas, policies and a namespace under deletion answer 403 too.
+_NO_RIGHT = re.compile(r"\bcannot \S+ (resource|path)\b")
 # The server is starting, overloaded, or behind a proxy that cannot reach it.
 _UNAVAILABLE = (429, 500, 502, 503, 504)
 _SERVICE = Resource("v1", "services", "")
@@ -64,6 +70,32 @@ class Unavailable(LaunchError):
 
 
 @dataclass
+class Rights:
+    """The rights that worked, as (verb, resource), and when the server first refused one after that."""
+
+    worked: set[tuple[str, str]] = field(default_factory=set)
+    refused_at: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def confirm(self, verb: str, plural: str) -> None:
+        self.worked.add((verb, plural))
+        self.refused_at.pop((verb, plural), None)
+
+    def may_return(self, verb: str, plural: str) -> bool:
+        """Whether a refused right worked before and was first refused less than FORBIDDEN_S ago.
+
+        Whoever could create or read an object is assumed to be allowed to delete it: a job that is left behind costs
+        more than a few requests.
+        """
+        known = any(name == plural for _, name in self.worked) if verb == "delete" else (verb, plural) in self.worked
+        first = self.refused_at.setdefault((verb, plural), time.monotonic())
+        return known and time.monotonic() - first < FORBIDDEN_S
+
+
+# By context, server and namespace. All runs of a campaign share what is known.
+_rights: dict[tuple[str | None, str, str], Rights] = {}
+
+
+@dataclass
 class Cluster:
     """One API server and namespace. Requests are retried for `patience_s`, then raise LaunchError. Thread-safe."""
 
@@ -71,12 +103,15 @@ class Cluster:
     namespace: str
     patience_s: float
     client: Any = field(default=None, repr=False)
+    rights: Rights = field(default_factory=Rights, repr=False)
 
     @classmethod
     def reach(cls, context: str | None, namespace: str | None, patience_s: float) -> Cluster:
         """Connect by the kubeconfig, or inside a pod by its service account."""
         client, usual = _connect(context)
-        return cls(context, namespace or usual or DEFAULT_NAMESPACE, patience_s, client)
+        namespace = namespace or usual or DEFAULT_NAMESPACE
+        rights = _rights.setdefault((context, client.configuration.host, namespace), Rights())
+        return cls(context, namespace, patience_s, client, rights)
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Object:
         is_core = resource.api == "v1"
@@ -185,9 +220,14 @@ class Cluster:
         from kubernetes.client.exceptions import ApiException
 
         try:
-            return call()
+            answer = call()
         except ApiException as refusal:
-            raise self._refused(verb, resource, int(refusal.status or 0), _message(refusal)) from None
+            refused = self._refused(verb, resource, int(refusal.status or 0), _message(refusal))
+            if isinstance(refused, Forbidden) and self.rights.may_return(verb, resource.plural):
+                raise Unavailable(str(refused)) from None
+            if isinstance(refused, NotFound | AlreadyExists | LogNotReady):
+                self.rights.confirm(verb, resource.plural)
+            raise refused from None
         except urllib3.exceptions.HTTPError as error:
             host = self.client.configuration.host
             why = type(error).__name__
@@ -196,6 +236,8 @@ class Cluster:
             # Newer clients validate what they send; a proxy may answer with an HTML page.
             sentence = safe_text(str(error)).split("\n")[0]
             raise LaunchError(f"the Kubernetes client could not {verb} {resource.plural}: {sentence}") from None
+        self.rights.confirm(verb, resource.plural)
+        return answer
 
     def _refused(self, verb: str, resource: Resource, status: int, message: str) -> LaunchError:
         where = f"in namespace {self.namespace}"
@@ -207,6 +249,11 @@ class Cluster:
             renew = "log in again, or renew the token or certificate of this context"
             shown = f"kubectl config view --minify{by_context}"
             return LaunchError(f"the cluster rejected these credentials ({message}): {renew}{_TRY}{shown}")
+        if status == 403 and "exceeded quota" in message:
+            shown = f"kubectl describe quota --namespace {self.namespace}{by_context}"
+            return LaunchError(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{shown}")
+        if status == 403 and not _NO_RIGHT.search(message):
+            return LaunchError(f"the cluster refuses to {verb} {resource.plural} {where} ({message})")
         if status == 403:
             allowed = f"kubectl auth can-i {verb} {resource.plural} --namespace {self.namespace}"
             return Forbidden(f"not permitted to {verb} {resource.plural} {where} ({message}){_TRY}{allowed}")

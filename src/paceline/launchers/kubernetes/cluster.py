@@ -201,7 +201,9 @@ def missing_rights(cluster: Cluster, wanted: Mapping[tuple[str, str], Sequence[s
             attributes = {"namespace": cluster.namespace, "group": group, "resource": plural, "verb": verb}
             body = {"spec": {"resourceAttributes": attributes | ({"subresource": sub} if sub else {})}}
             answer = cluster.call("create", "reviews", "AuthorizationV1Api", "create_self_subject_access_review", body)
-            if not answer.get("status", {}).get("allowed"):
+            if answer.get("status", {}).get("allowed"):
+                cluster.rights.confirm(verb, resource)
+            else:
                 missing.append(f"{verb} {resource}{f'.{group}' if group else ''}")
     return missing
 

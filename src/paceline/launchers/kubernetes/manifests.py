@@ -7,6 +7,7 @@ node agent and satisfies Pod Security "restricted".
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import socket
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ ATTEMPT = "paceline.dev/attempt"
 CONTROLLER = "paceline.dev/controller"
 RUN_FOLDER = "paceline.dev/run-folder"
 RUN_LABEL = "paceline.dev/run"
+# Every launch has its own name. This label is the same for all launches of a run in one directory.
+DIRECTORY_LABEL = "paceline.dev/directory"
 # Name of the one job in a JobSet. The TrainJob controller expects this name.
 GROUP = "node"
 CONTAINER = "node"
@@ -82,7 +85,7 @@ def job_manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, atte
     metadata = {
         "name": name,
         **({"namespace": chosen.namespace} if chosen.namespace else {}),
-        "labels": labels(chosen, name),
+        "labels": {**labels(chosen, name), DIRECTORY_LABEL: directory_id(run_dir)},
         # Identify the owner and the attempt: jobs of other owners are left alone, earlier attempts are not adopted.
         "annotations": {
             OWNER: name,
@@ -93,7 +96,7 @@ def job_manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, atte
     }
     objects = [
         {key: each[key] for key in ("apiVersion", "kind")} | {"metadata": copy.deepcopy(metadata)} | each
-        for each in _objects(spec, chosen, name)
+        for each in _objects(spec, chosen, name, run_dir)
     ]
     if chosen.queue:
         # Kueue starts a job by resetting `suspend`.
@@ -119,11 +122,11 @@ def reader_manifest(chosen: Options, name: str) -> Manifest:
     }
 
 
-def _objects(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
+def _objects(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> list[Manifest]:
     """Return the objects of a run without their metadata, in the order in which they are created."""
     kept = {_TTL: chosen.keep_s}
     if chosen.kind == "job":
-        pod = template(spec, chosen, name, f"{name}-0.{name}")
+        pod = template(spec, chosen, name, f"{name}-0.{name}", run_dir)
         pod["spec"]["subdomain"] = name
         service = {
             "clusterIP": "None",
@@ -134,7 +137,7 @@ def _objects(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
         }
         job = {"apiVersion": "batch/v1", "kind": "Job", "spec": _job_spec(spec, chosen, pod) | kept}
         return [job, {"apiVersion": "v1", "kind": "Service", "spec": service}]
-    pod = template(spec, chosen, name, f"{name}-{GROUP}-0-0.{name}")
+    pod = template(spec, chosen, name, f"{name}-{GROUP}-0-0.{name}", run_dir)
     group: Manifest = {"name": GROUP, "replicas": 1, "template": {"spec": _job_spec(spec, chosen, pod)}}
     jobs = {
         # The JobSet controller creates the Service. A restart would be another run, so none is allowed.
@@ -181,7 +184,7 @@ def _job_spec(spec: RunSpec, chosen: Options, pod: Manifest) -> dict[str, Any]:
 # --- pods ---
 
 
-def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest:
+def template(spec: RunSpec, chosen: Options, name: str, master: str, run_dir: Path) -> Manifest:
     """Labels and pod of one node. master: DNS name of node 0."""
     # A started node waits for the others as long as they may wait to be scheduled.
     arguments = [*agent_arguments(port=chosen.port), f"--patience={chosen.pending_s:g}"]
@@ -210,7 +213,8 @@ def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest
             "limits": {"cpu": _cores(chosen.cpu_limit), "memory": chosen.memory_limit, **gpus},
         },
     }
-    pod = {"metadata": {"labels": labels(chosen, name)}, "spec": {**_pod(chosen, name), "containers": [container]}}
+    tags = {**labels(chosen, name), DIRECTORY_LABEL: directory_id(run_dir)}
+    pod = {"metadata": {"labels": tags}, "spec": {**_pod(chosen, name), "containers": [container]}}
     patched: Manifest = merged(pod, chosen.pod_patch or {})
     return patched
 
@@ -239,6 +243,11 @@ def labels(chosen: Options, name: str) -> dict[str, str]:
         RUN_LABEL: name,
     }
     return {**(chosen.labels or {}), **own}
+
+
+def directory_id(run_dir: Path) -> str:
+    """Return a short id of a run directory on this host."""
+    return hashlib.sha256(f"{socket.gethostname()}:{run_dir.absolute()}".encode()).hexdigest()[:16]
 
 
 def _container(chosen: Options, arguments: list[str]) -> Manifest:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.contract import JobState
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, StoreError
 from paceline.launchers.kubernetes import states
 from paceline.launchers.kubernetes.client import AlreadyExists, Cluster, LogNotReady, NotFound, Object, Unavailable
 from paceline.launchers.kubernetes.manifests import (
     ATTEMPT,
     CONTAINER,
+    DIRECTORY_LABEL,
     OWNER,
     RESOURCES,
     RUN_FOLDER,
@@ -26,6 +27,7 @@ from paceline.launchers.kubernetes.manifests import (
     carrier,
 )
 from paceline.launchers.node.log_transport import Receiver
+from paceline.results import store
 from paceline.results.records import Status
 
 POLL_S = 1.0
@@ -323,7 +325,7 @@ def _is_empty(cluster: Cluster, name: str) -> bool:
 
 def _impatient(cluster: Cluster) -> Cluster:
     """The same cluster with a short patience, for cleaning up."""
-    return Cluster(cluster.context, cluster.namespace, REMOVAL_PATIENCE_S, cluster.client)
+    return Cluster(cluster.context, cluster.namespace, REMOVAL_PATIENCE_S, cluster.client, cluster.rights)
 
 
 # --- submission ---
@@ -364,6 +366,45 @@ def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> N
             else:
                 with contextlib.suppress(AlreadyExists):
                     cluster.create(RUNTIME, manifest)
+
+
+def remove_earlier(cluster: Cluster, settings: Mapping[str, Any]) -> None:
+    """Remove jobs of earlier launches in the same run directory, and wait until their pods are gone.
+
+    A controller that lost the cluster could not remove its job, which would compete with the new one for the nodes.
+    Jobs are found by the label of the directory, which pods have too, and by the handles that are stored in it: it may
+    be mounted on another host now.
+    """
+    found = _stored_jobs(cluster, Path(settings["run_dir"]))
+    for pod in cluster.pods(f"{DIRECTORY_LABEL}={settings['directory']}"):
+        found.setdefault(pod["metadata"]["labels"][RUN_LABEL], RESOURCES[settings["kind"]])
+    found.pop(settings["name"], None)
+    for name, resource in found.items():
+        known = cluster.read(resource, name)
+        if known is not None and is_ours(known, name):
+            _delete(cluster, resource, name)
+    deadline = time.monotonic() + REMOVAL_S
+    for name, resource in found.items():
+        while not _is_empty(cluster, name):
+            if time.monotonic() > deadline:
+                command = f"kubectl delete {resource.plural} {name} --namespace {cluster.namespace}"
+                raise LaunchError(
+                    f"{resource.plural} {name} of an earlier launch of this run did not end within {REMOVAL_S:g} s"
+                    f"; try: {command}"
+                )
+            time.sleep(POLL_S / 4)
+
+
+def _stored_jobs(cluster: Cluster, run_dir: Path) -> dict[str, Resource]:
+    """Return the jobs of earlier launches in this namespace, from job.json of the launches that were set aside."""
+    found = {}
+    for path in sorted(run_dir.glob(f"{store.EARLIER}/*/{store.JOB}")):
+        with contextlib.suppress(StoreError):
+            handle = store.read_json(path).get("handle") or {}
+            is_here = (handle.get("context"), handle.get("namespace")) == (cluster.context, cluster.namespace)
+            if is_here and handle.get("kind") in RESOURCES and isinstance(handle.get("name"), str):
+                found[handle["name"]] = RESOURCES[handle["kind"]]
+    return found
 
 
 def create_service(cluster: Cluster, manifest: Object, owner: Object) -> None:

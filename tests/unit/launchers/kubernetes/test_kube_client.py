@@ -148,6 +148,18 @@ REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
         LaunchError,
         "refuses to create jobs in namespace bench (422: Job.batch is invalid: spec.x: Invalid value)",
     ),
+    "no room in the quota": (
+        status(403, 'jobs.batch "j" is forbidden: exceeded quota: runs, requested: count/jobs.batch=1'),
+        LaunchError,
+        'cannot create jobs in namespace bench (jobs.batch "j" is forbidden: exceeded quota: runs, requested: '
+        "count/jobs.batch=1); try: kubectl describe quota --namespace bench",
+    ),
+    "a namespace under deletion": (
+        status(403, 'jobs.batch "j" is forbidden: unable to create new content in namespace bench because it is '
+        "being terminated"),
+        LaunchError,
+        "the cluster refuses to create jobs in namespace bench (",
+    ),
     "a page of a proxy": ((200, b"<html>"), LaunchError, "could not create jobs"),
 }  # fmt: skip
 
@@ -175,6 +187,45 @@ def test_a_server_that_is_away_for_a_moment_is_retry_once(code: int, cluster: Cl
     answers.next = [status(code, "starting"), status(code, "starting"), (200, {"items": []})]
     assert cluster.pods("a=b") == []
     assert len(answers.asked) == 3
+
+
+DENIED = status(403, 'jobs.batch "j" is forbidden: User "u" cannot do resource "jobs" in API group "batch"')
+
+
+def test_a_right_that_worked_before_is_requested_again_while_the_server_reads_its_roles(
+    cluster: Cluster, answers: Answers
+) -> None:
+    answers.next = [(200, MANIFEST), DENIED, DENIED, (200, MANIFEST)]
+    assert cluster.read(JOBS, "j") == cluster.read(JOBS, "j") == MANIFEST
+    assert len(answers.asked) == 4
+    answers.next = [DENIED, DENIED, (200, {})]
+    # Nothing was deleted before, but whoever could read the job surely may remove it.
+    cluster.delete(JOBS, "j")
+    assert len(answers.asked) == 7
+
+
+def test_a_refused_log_of_a_starting_server_is_requested_again(cluster: Cluster, answers: Answers) -> None:
+    answers.next = [(200, b"one")]
+    assert b"".join(cluster.log("p", "node", follow=True)) == b"one"
+    answers.next = [DENIED]
+    with pytest.raises(client.Unavailable):
+        next(cluster.log("p", "node", follow=True))
+
+
+def test_a_right_that_stays_refused_is_withdrawn_and_is_not_waited_for_twice(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FORBIDDEN_S", 0.05)
+    answers.next = [(200, MANIFEST), DENIED]
+    cluster.read(JOBS, "j")
+    with pytest.raises(client.Forbidden, match="not permitted to get jobs"):
+        cluster.read(JOBS, "j")
+    asked = len(answers.asked)
+    assert asked > 2
+    again = Cluster.reach(None, "bench", 30.0)
+    with pytest.raises(client.Forbidden):
+        again.read(JOBS, "j")
+    assert len(answers.asked) == asked + 1, "the next run of the campaign fails at once"
 
 
 def test_patience_has_an_end(cluster: Cluster, answers: Answers) -> None:

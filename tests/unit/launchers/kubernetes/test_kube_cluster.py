@@ -184,6 +184,6 @@ def test_a_namespace_made_by_init_passes_with_the_rights_that_init_gave(
     try:
         code, found = check("kubernetes:image=paceline:1")
     finally:
-        cluster.start_api_server()
+        cluster.start_api_server(cold_s=0)
     assert (code, list(found)) == (1, ["api server"])
     assert found["api server"]["text"] == golden

@@ -197,6 +197,71 @@ def test_the_job_of_an_earlier_attempt_is_not_taken_for_the_next_one(
     assert cluster.objects["jobs", str(job.name)]["metadata"]["annotations"]["paceline.dev/attempt"] == "2"
 
 
+def next_launch(make_spec: Make, run_dir: Path, out: Path) -> Job:
+    """The same run again, after its directory was sealed: a launch with another name."""
+    spec = dataclasses.replace(
+        make_spec("ddp", 1, nodes=2), launcher=Choice("kubernetes", {"image": "paceline:1"}), lineage="another launch"
+    )
+    store.set_aside(run_dir)
+    return kubernetes.prepare(spec, out)
+
+
+@pytest.mark.parametrize("known_by", ["label", "handle"])
+def test_the_job_of_an_earlier_launch_is_removed_before_the_next_one_starts(
+    cluster: KnownCluster, job: Job, make_spec: Make, tmp_path: Path, known_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage outlasted the patience: the run was sealed as failed, and its job could not be removed."""
+    handle = kubernetes.submit(job)
+    cluster.start(handle["name"], RUNNING)
+    if known_by == "handle":
+        # The directory is mounted on another host, so that its label is another; and a queue has stopped the pods.
+        store.write_json(tmp_path / "job.json", {"handle": handle})
+        monkeypatch.setattr("socket.gethostname", lambda: "another-host")
+        cluster.running = []
+    following = next_launch(make_spec, tmp_path, tmp_path)
+    assert following.name != job.name
+    at_creation = []
+    create = cluster.create
+
+    def created(resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        at_creation.append((set(cluster.objects), list(cluster.running)))
+        return create(resource, manifest)
+
+    cluster.create = created  # type: ignore[method-assign]
+    kubernetes.submit(following)
+    assert at_creation[0] == (set(), []), "nothing of the earlier launch is left when the next one is created"
+    assert ("jobs", str(job.name)) in cluster.deleted
+
+
+def test_jobs_of_other_directories_and_owners_are_not_removed(
+    cluster: KnownCluster, job: Job, make_spec: Make, tmp_path: Path
+) -> None:
+    handle = kubernetes.submit(job)
+    cluster.start(handle["name"], RUNNING)
+    kubernetes.submit(next_launch(make_spec, tmp_path, tmp_path / "elsewhere"))
+    assert ("jobs", handle["name"]) in cluster.objects
+    cluster.objects["jobs", handle["name"]]["metadata"]["annotations"]["paceline.dev/owner"] = "somebody"
+    store.write_json(tmp_path / "attempts" / "1" / "job.json", {"handle": handle})
+    cluster.running = []
+    kubernetes.submit(next_launch(make_spec, tmp_path, tmp_path))
+    assert ("jobs", handle["name"]) in cluster.objects
+    assert not cluster.deleted
+
+
+def test_an_earlier_launch_that_does_not_end_stops_the_next_one(
+    cluster: KnownCluster, job: Job, make_spec: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "REMOVAL_S", 0.0)
+    kubernetes.submit(job)
+    cluster.start(str(job.name), RUNNING)
+    pods = cluster.running
+    following = next_launch(make_spec, tmp_path, tmp_path)
+    monkeypatch.setattr(cluster, "pods", lambda _: pods)
+    with pytest.raises(LaunchError, match=f"jobs {job.name} of an earlier launch of this run did not end within 0 s"):
+        kubernetes.submit(following)
+    assert ("jobs", str(following.name)) not in cluster.objects
+
+
 def test_no_attempt_starts_beside_pods_of_an_earlier_one(
     cluster: KnownCluster, job: Job, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:

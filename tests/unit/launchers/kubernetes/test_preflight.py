@@ -145,7 +145,7 @@ def test_a_server_that_does_not_answer_is_waited_for_and_then_told(
     try:
         said = refused(pods())
     finally:
-        cluster.start_api_server()
+        cluster.start_api_server(cold_s=0)
     assert said == golden
     assert "0.5" in said
 
