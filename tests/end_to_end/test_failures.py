@@ -63,6 +63,14 @@ def test_failures_stand_in_the_report_and_in_the_exit_code(troubled: Any) -> Non
     assert troubled.report["measurements"] == []
 
 
+def test_the_log_names_the_rank_of_a_traceback(troubled: Any, paceline: Any) -> None:
+    run = troubled.record("faulty.trouble:how=raise", launcher=SHARED)
+    done = paceline("logs", run.path, "--rank", "1")
+    assert done.returncode == 0
+    assert "[rank 1] Traceback (most recent call last):" in done.stdout
+    assert all(line.startswith("[rank 1] ") for line in done.stdout.splitlines())
+
+
 def test_no_process_outlives_a_failed_run(troubled: Any, living: Callable[[Path], list[str]]) -> None:
     assert living(troubled.out) == []
 

@@ -25,7 +25,7 @@ DESCRIPTION = (
 )
 # The order of the verbs in `paceline --help`.
 GROUPS = {
-    "Run experiments": ("run", "plan", "status", "schedule"),
+    "Run experiments": ("run", "plan", "status", "logs", "schedule"),
     "Read and compare results": ("report", "show", "compare", "history"),
     "Archive, reproduce, import": ("capsule", "replay", "import"),
     "Check and watch this machine": ("doctor", "monitor"),

@@ -1,4 +1,4 @@
-"""Verbs that read results: report, show one run, compare two directories, follow cells over time."""
+"""Verbs that read results: report, show one run, its logs, compare two directories, follow cells over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, TOO_NOISY, Parser, add_verb, console, print_plain
+from paceline.cli.verbs import (
+    INTERRUPTED,
+    OK,
+    SOME_FAILED,
+    TOO_NOISY,
+    Parser,
+    add_verb,
+    console,
+    has_reader,
+    print_plain,
+)
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,6 +51,10 @@ def add_verbs(verbs: Any) -> None:
     add_report_options(verb)
     verb = add_verb(verbs, "show", show, "show one run: its settings, measurements and certificate")
     verb.add_argument("run", type=Path, metavar="RUN", help="a run directory: DIR/<experiment>/<run id>")
+    verb = add_verb(verbs, "logs", logs, "print the output of all ranks of a run, on all nodes")
+    verb.add_argument("run", type=Path, metavar="RUN", help="a run directory: DIR/<experiment>/<run id>")
+    verb.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
+    verb.add_argument("--rank", type=int, metavar="N", help="only the lines of this rank")
     verb = add_verb(verbs, "compare", compare, "compare two results directories cell by cell")
     verb.add_argument("a", type=Path, metavar="DIR_A", help="the baseline")
     verb.add_argument("b", type=Path, metavar="DIR_B", help="the results to judge")
@@ -248,6 +262,22 @@ def show(arguments: argparse.Namespace) -> int:
     lines += [f"  {line}" for line in (advice_table.lines(fitting) if fitting else ())]
     for line in lines:
         print(safe_text.text(line))
+    return OK
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    """Print the log of a run. Ctrl-C ends it like any pager: nothing was interrupted."""
+    from paceline.campaign.live import logs as run_logs
+
+    def notify(sentence: str) -> None:
+        print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
+    run_logs.check(arguments.run, arguments.rank)
+    try:
+        for line in run_logs.read(arguments.run, arguments.rank, arguments.follow, notify, has_reader):
+            print(line, flush=arguments.follow)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return OK
 
 

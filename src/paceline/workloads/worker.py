@@ -29,6 +29,7 @@ from paceline.host.machine import probe
 from paceline.host.machine import to_dict as machine_facts
 from paceline.host.memory_limit import room_bytes
 from paceline.host.processes import end_with_parent
+from paceline.host.rank_lines import marked_output
 from paceline.launchers.node import log_transport, placement
 from paceline.results import store
 from paceline.results.records import ComponentSample, Evidence, GaugeSample, Outcome, Sample, Status, StepSample
@@ -89,7 +90,8 @@ def main(argv: list[str]) -> int:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         recorder = FolderRecorder(run_dir, rank)
         started_at = time.time()
-        status, error = attempt(run_dir, rank, recorder)
+        with marked_output(rank):
+            status, error = attempt(run_dir, rank, recorder)
         if status is Status.OOM:
             record_room(run_dir, rank, recorder)
         try:
