@@ -6,21 +6,17 @@ rank 0, which ends with it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
-from paceline.launchers.node import placement
+from paceline.launchers.node import placement, torchrun
 from paceline.workloads import worker
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--master-addr", required=True)
-    parser.add_argument("--master-port", required=True)
-    known, rest = parser.parse_known_args(argv[1:])
+    known, rest = torchrun.parser().parse_known_args(argv[1:])
     place = placement.here(os.environ)
-    os.environ |= {"MASTER_ADDR": known.master_addr, "MASTER_PORT": known.master_port}
+    os.environ |= torchrun.store_variables(known.master_addr, known.master_port, known.store_fd)
     os.environ |= {"RANK": str(place.node), "WORLD_SIZE": str(place.nodes), "LOCAL_RANK": "0"}
     return worker.main(["paceline.workloads.worker", rest[-1]])
 

@@ -31,14 +31,12 @@ from paceline.results.records import Outcome, Status, StepSample
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc-per-node", type=int, default=1)
-    parser.add_argument("--master-port", type=int)
-    parser.add_argument("--rdzv-endpoint", default=":0")
+    parser.add_argument("--store-fd", type=int)
     known, rest = parser.parse_known_args(argv[1:])
     run_dir = Path(rest[-1])
     spec, place = store.read_spec(run_dir), placement.here(os.environ)
-    port = known.master_port or int(known.rdzv_endpoint.rpartition(":")[2])
     # Where ranks would meet; agents have met before.
-    _kept = socket.create_server(("", port)) if port and place.node == 0 else None
+    _kept = socket.socket(fileno=known.store_fd) if known.store_fd is not None else None
     first = place.node * known.nproc_per_node
     ranks = {fork(spec, run_dir, first + local): first + local for local in range(known.nproc_per_node)}
     while ranks:

@@ -8,7 +8,6 @@ starts in the place of the rank: one process, which is the rank itself.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +38,6 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 def main(argv: list[str]) -> int:
     run_dir, rank = Path(argv[-1]), int(os.environ["RANK"])
-    # Where ranks would meet: the agents of other nodes look whether somebody answers.
-    _kept = socket.create_server(("", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
     return light.live(store.read_spec(run_dir), run_dir, rank)
 
 

@@ -58,11 +58,9 @@ def spec_text(spec: RunSpec) -> str:
     return json.dumps(spec.to_dict(), separators=(",", ":"))
 
 
-def agent_arguments(
-    *, port: int, shared: Path | None = None, rendezvous: str = "static", controller_link: bool = False
-) -> list[str]:
+def agent_arguments(*, port: int, shared: Path | None = None, controller_link: bool = False) -> list[str]:
     """Return the Python arguments that start the agent. Without a shared directory, files travel as log lines."""
-    arguments = ["-m", "paceline.launchers.node.agent", f"--port={port}", f"--rendezvous={rendezvous}"]
+    arguments = ["-m", "paceline.launchers.node.agent", f"--port={port}"]
     arguments += [f"--run-dir={shared}"] if shared is not None else ["--relay"]
     arguments += ["--controller-link"] if controller_link else []
     return arguments + ([f"--runner={RUNNER}"] if RUNNER else [])

@@ -35,9 +35,8 @@ from typing import Any, NoReturn
 
 from paceline.errors import PacelineError
 from paceline.host.processes import GRACE_S, end_with_parent
-from paceline.launchers.node import placement
+from paceline.launchers.node import placement, torchrun
 
-HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 1 << 16
 _warm: dict[str, WarmProcess] = {}
 
@@ -233,12 +232,15 @@ def supervise(
 
     prepare_rank is called in each rank before it begins.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     # Connections wait in this socket until the store answers. The store starts a thread, so it comes after the forks.
-    rendezvous = socket.create_server((HOST, 0))
+    rendezvous = torchrun.listen()
     port = rendezvous.getsockname()[1]
-    shared = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    shared = {
+        "MASTER_ADDR": torchrun.LOOPBACK,
+        "MASTER_PORT": port,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+    }
     shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_WORLD_SIZE": processes}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "paceline", placement.FORKED: 1}
     shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
@@ -253,7 +255,7 @@ def supervise(
                 rendezvous.close()
                 _become_rank(rank, run_dir, supervisor, prepare_rank)
             ranks[pid] = rank
-        _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=rendezvous.detach())
+        _store = torchrun.serve(rendezvous)
         return _wait(ranks, link)
     finally:
         for pid in ranks:

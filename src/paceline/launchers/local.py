@@ -64,14 +64,15 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     processes = f"--nproc-per-node={topology.processes_per_node}"
     # The output of the ranks is in log.txt. Without this, torchrun leaves an empty temporary directory.
     no_logs = f"--log-dir={os.devnull}"
-    # If the host name does not resolve, torchrun would wait for itself for minutes.
-    alone = ("--standalone", "--local-addr=127.0.0.1")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", *alone, no_logs, processes)
+    # Opens its store on loopback only.
+    torchrun = (sys.executable, "-m", "paceline.launchers.node.torchrun", no_logs, processes)
     argv = (*torchrun, "-m", "paceline.workloads.worker", str(run_dir))
     env = rank_environment(spec, chosen.threads)
     if sys.platform == "linux":
-        # gloo finds no address if the host name does not resolve; one host needs only loopback.
-        env.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+        # One host needs only loopback, where no other host can connect. gloo also finds no other address if the host
+        # name does not resolve.
+        for name in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if topology.device == "cuda" else ())):
+            env.setdefault(name, os.environ.get(name, "lo"))
     if chosen.shared_gpu:
         env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
     # Forking then replaces the command above; see _warm.

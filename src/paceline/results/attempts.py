@@ -30,8 +30,11 @@ _SET_ASIDE = (*store.LEFT_BY_RANKS, "log.txt", "exit.txt", "home.txt", "job.sh",
 
 
 def begin(out: Path, spec: RunSpec) -> RunSpec:
-    """Create the directory of a fresh launch, with a mark that identifies its checkpoints and job from any host."""
-    marked = replace(spec, lineage=secrets.token_hex(8))
+    """Create the directory of a fresh launch, with a mark that identifies its checkpoints and job from any host.
+
+    The mark is also the secret by which the nodes of the launch recognize each other.
+    """
+    marked = replace(spec, lineage=secrets.token_hex(16))
     store.create(out, marked)
     return marked
 

@@ -30,7 +30,7 @@ from paceline.host.machine import to_dict as machine_facts
 from paceline.host.memory_limit import room_bytes
 from paceline.host.processes import end_with_parent
 from paceline.host.rank_lines import marked_output
-from paceline.launchers.node import log_transport, placement
+from paceline.launchers.node import log_transport, placement, torchrun
 from paceline.results import store
 from paceline.results.records import ComponentSample, Evidence, GaugeSample, Outcome, Sample, Status, StepSample
 from paceline.training.instruments import collection_paused, peak_bytes
@@ -141,6 +141,8 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
         with gauged(run_dir, spec, seat):
             # Inference ranks need no process group: they coordinate through a store and leave the GPUs to the engine.
             joins = spec.serving is None
+            # Without torchrun, rank 0 runs the store of the job until it ends.
+            _store = torchrun.host_store()
             if joins:
                 join(spec, seat)
             load("workloads", spec.workload.name).run(spec, seat, recorder)

@@ -36,6 +36,7 @@ from paceline.host.processes import end_all, end_with_parent
 from paceline.host.scratch import own_folder
 from paceline.launchers.node import log_transport, placement, rendezvous
 from paceline.launchers.node.placement import NodePosition
+from paceline.launchers.node.rendezvous import Meeting
 from paceline.results import store
 from paceline.results.records import Outcome, Status
 
@@ -47,7 +48,7 @@ STACKS_S = 0.5
 # How long the last output of the ranks may take to be passed on.
 LAST_OUTPUT_S = 5.0
 PATIENCE_S = 240.0
-TORCHRUN = "torch.distributed.run"
+TORCHRUN = "paceline.launchers.node.torchrun"
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -66,7 +67,6 @@ def main(argv: list[str]) -> int:
     link_help = "end when standard input is closed, or silent for SECONDS"
     parser.add_argument("--controller-link", nargs="?", type=float, const=0.0, metavar="SECONDS", help=link_help)
     parser.add_argument("--port", type=int, default=placement.RENDEZVOUS_PORT, help="rendezvous port on node 0")
-    parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
     parser.add_argument("--patience", type=float, help=f"seconds to wait for the other nodes (default: {PATIENCE_S:g})")
     parser.set_defaults(brought=False)
     parser.add_argument("--per-rank", action="store_true", help="one agent per rank: node ranks are ranks")
@@ -199,18 +199,18 @@ class Node:
             return 128 + signal.SIGTERM
         return 1
 
-    def rendezvous(self) -> dict[str, str]:
-        """Wait until all nodes have arrived. Returns variables that name the interface that connects them."""
+    def rendezvous(self) -> Meeting:
+        """Wait until all nodes have arrived."""
         position, spec = self.position, self.spec
         wanted = spec.topology.world_size if self.arguments.per_rank else spec.topology.nodes
         if position.nodes != wanted:
             raise RequestError(f"the engine started {position.nodes} nodes, but the spec has {wanted}")
-        names = ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if spec.topology.device == "cuda" else ()))
-        rendezvous.check_interfaces(os.environ, names)
+        rendezvous.check_interfaces(os.environ, self.interface_variables)
         if position.nodes == 1:
-            return {}
+            return rendezvous.alone()
         member = rendezvous.Member(
-            key=f"{spec.run_id} {os.environ.get(placement.ATTEMPT, '')}",
+            # The mark of a launch is random and known to its nodes only.
+            secret=f"{spec.lineage} {spec.run_id} {os.environ.get(placement.ATTEMPT, '')}",
             node=position.node,
             nodes=position.nodes,
             master=position.master,
@@ -219,15 +219,22 @@ class Node:
         )
         # The controller considers a run without progress for stall_s as hung, so explain the problem before that. A
         # launcher that sets the patience knows of nodes that are still to come.
-        own = rendezvous.join(member, self.arguments.patience or min(PATIENCE_S, 0.8 * spec.stall_s))
-        interface = rendezvous.interface_of(own)
-        return {} if interface is None else {name: interface for name in names if name not in os.environ}
+        return rendezvous.join(member, self.arguments.patience or min(PATIENCE_S, 0.8 * spec.stall_s))
 
-    def run_ranks(self, run_dir: Path, network: dict[str, str]) -> int:
+    @property
+    def interface_variables(self) -> tuple[str, ...]:
+        return ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if self.spec.topology.device == "cuda" else ()))
+
+    def run_ranks(self, run_dir: Path, meeting: Meeting) -> int:
         """Start the ranks of this node and wait for them. However this function ends, the ranks end too."""
+        interface = rendezvous.interface_of(meeting.own)
+        unset = [name for name in self.interface_variables if name not in os.environ]
+        network = dict.fromkeys(unset, interface) if interface is not None else {}
+        descriptors = [meeting.listener.fileno()] if meeting.listener else []
         child = subprocess.Popen(
-            command(self.spec, run_dir, self.position, self.arguments),
+            command(self.spec, run_dir, self.position, meeting, self.arguments.runner),
             env={**os.environ, **network},
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -235,6 +242,8 @@ class Node:
             # torchrun ends with the agent, and the ranks with torchrun (see worker.py).
             preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
+        if meeting.listener:
+            meeting.listener.close()
         assert child.stdout is not None
         self.output.pass_on(os.dup(child.stdout.fileno()))
         child.stdout.close()
@@ -297,21 +306,12 @@ def request_stacks(run_dir: Path) -> None:
     time.sleep(STACKS_S if pids else 0)
 
 
-def command(spec: RunSpec, run_dir: Path, position: NodePosition, arguments: argparse.Namespace) -> list[str]:
+def command(spec: RunSpec, run_dir: Path, position: NodePosition, meeting: Meeting, runner: str) -> list[str]:
     """Return the command that starts the ranks of this node."""
-    words = [sys.executable, "-m", arguments.runner, f"--log-dir={os.devnull}"]
-    words += [f"--nproc-per-node={spec.topology.processes_per_node}"]
-    if position.nodes == 1:
-        # If the host name does not resolve, torchrun would wait for itself for minutes.
-        words += ["--standalone", "--local-addr=127.0.0.1"]
-    elif arguments.rendezvous == "c10d":
-        first = "true" if position.node == 0 else "false"
-        endpoint = f"{position.master}:{arguments.port}"
-        words += [f"--nnodes={position.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-        words += [f"--rdzv-id={spec.run_id}", f"--rdzv-conf=is_host={first}"]
-    else:
-        words += [f"--nnodes={position.nodes}", f"--node-rank={position.node}"]
-        words += [f"--master-addr={position.master}", f"--master-port={arguments.port}"]
+    words = [sys.executable, "-m", runner, f"--log-dir={os.devnull}"]
+    words += [f"--nproc-per-node={spec.topology.processes_per_node}", f"--nnodes={position.nodes}"]
+    words += [f"--node-rank={position.node}", f"--master-addr={meeting.master}", f"--master-port={meeting.port}"]
+    words += [f"--store-fd={meeting.listener.fileno()}"] if meeting.listener else []
     return [*words, "-m", "paceline.workloads.worker", str(run_dir)]
 
 

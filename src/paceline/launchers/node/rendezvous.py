@@ -2,8 +2,13 @@
 
 Ranks that cannot reach each other wait silently for ten minutes and more. So each node first connects to the rendezvous
 port of node 0, and node 0 connects back to a port that the node chose, as ranks will do. A node that does not arrive,
-or cannot be reached, is named in one sentence with the command that shows why. When all nodes have arrived, the port is
-closed and the ranks use it.
+or cannot be reached, is named in one sentence with the command that shows why. When all nodes have arrived, node 0
+opens a socket for the store of the ranks, on the interface that connects the nodes and on a port that the kernel
+chooses, and tells the others where it is.
+
+Nodes of one job know a secret, which is never sent. Node 0 and each node send a random text first, and sign every
+message with the secret and both texts, so that neither a program that can reach the port nor one that records the
+traffic can take part.
 
 The second part finds out why a node cannot be reached: by its name, address family, port or interface.
 """
@@ -12,15 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import ipaddress
 import json
+import os
+import secrets
+import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launchers.node import torchrun
 
 RETRY_S = 0.5
 # Node 0 waits this much longer, so that the others report first why they cannot connect.
@@ -29,6 +40,8 @@ MARGIN_S = 3.0
 PORT_WAIT_S = 15.0
 CONNECT_S = 5.0
 LONGEST_LINE = 4096
+# Connections that have not identified themselves, beyond which the oldest is closed.
+MOST_STRANGERS = 256
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 # Interface name -> its addresses.
 Interfaces = Mapping[str, list[str]]
@@ -36,9 +49,9 @@ Interfaces = Mapping[str, list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One node of a rendezvous. key: differs between attempts, so that nodes of another attempt are rejected."""
+    """One node of a rendezvous. secret: known to the nodes of this attempt only."""
 
-    key: str
+    secret: str
     node: int
     nodes: int
     master: str
@@ -46,23 +59,115 @@ class Member:
     host: str
 
 
-def join(member: Member, patience_s: float) -> str:
-    """Wait until all nodes have arrived. Returns this node's address as the others see it, or raises LaunchError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What a node knows after the rendezvous.
+
+    own: its address as the others see it. master, port: where the store of the ranks is. listener: the open socket for
+    that store, on node 0.
+    """
+
+    own: str
+    master: str
+    port: int
+    listener: socket.socket | None = None
+
+
+def join(member: Member, patience_s: float) -> Meeting:
+    """Wait until all nodes have arrived. Raises LaunchError if one does not."""
     return _lead(member, patience_s) if member.node == 0 else _attend(member, patience_s)
+
+
+def alone() -> Meeting:
+    """Return the rendezvous of a single node: its ranks use loopback."""
+    listener = torchrun.listen()
+    return Meeting(own=torchrun.LOOPBACK, master=torchrun.LOOPBACK, port=listener.getsockname()[1], listener=listener)
 
 
 # --- node 0 ---
 
 
-def _lead(member: Member, patience_s: float) -> str:
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection to node 0. It is a stranger until its first line proves that it knows the secret."""
+
+    socket: socket.socket
+    nonce: str
+    deadline: float
+    received: bytes = b""
+    theirs: str = ""
+
+
+@dataclass(slots=True)
+class _Door:
+    """The listening socket of node 0 with everyone who came: many strangers must not keep the nodes out."""
+
+    server: socket.socket
+    strangers: list[_Peer] = field(default_factory=list)
+    arrived: dict[int, _Peer] = field(default_factory=dict)
+
+    def close(self) -> None:
+        for peer in (*self.strangers, *self.arrived.values()):
+            peer.socket.close()
+
+    def first_lines(self, until: float) -> list[tuple[_Peer, dict[str, Any]]]:
+        """Wait for connections and their first lines, at most until the given time."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.server, selectors.EVENT_READ)
+            for peer in self.strangers:
+                selector.register(peer.socket, selectors.EVENT_READ, peer)
+            soonest = min((until, *(peer.deadline for peer in self.strangers)))
+            ready = [key.data for key, _ in selector.select(max(0.01, soonest - time.monotonic()))]
+        lines = []
+        for peer in ready:
+            if peer is None:
+                self._accept()
+            elif peer in self.strangers and (message := self._read(peer)) is not None:
+                self.strangers.remove(peer)
+                lines.append((peer, message))
+        for late in [peer for peer in self.strangers if peer.deadline < time.monotonic()]:
+            self._drop(late)
+        return lines
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection = self.server.accept()[0]
+            connection.setblocking(False)
+            peer = _Peer(connection, secrets.token_hex(16), time.monotonic() + CONNECT_S)
+            _send(connection, {"nonce": peer.nonce})
+            self.strangers.append(peer)
+        if len(self.strangers) > MOST_STRANGERS:
+            self._drop(self.strangers[0])
+
+    def _drop(self, peer: _Peer) -> None:
+        self.strangers.remove(peer)
+        peer.socket.close()
+
+    def _read(self, peer: _Peer) -> dict[str, Any] | None:
+        """Return the first line of a peer once it is complete; an empty message if it is not one of ours."""
+        try:
+            more = peer.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return None
+        except OSError:
+            more = b""
+        peer.received += more
+        complete = b"\n" in peer.received
+        if more and not complete and len(peer.received) < LONGEST_LINE:
+            return None
+        peer.socket.settimeout(CONNECT_S)
+        return _parse(peer.received.partition(b"\n")[0]) if complete else {}
+
+
+def _lead(member: Member, patience_s: float) -> Meeting:
     deadline = time.monotonic() + patience_s + MARGIN_S
-    arrived: dict[int, socket.socket] = {}
-    with _listen(member, min(patience_s, PORT_WAIT_S)) as server, contextlib.ExitStack() as peers:
+    with _listen(member, min(patience_s, PORT_WAIT_S)) as server, contextlib.closing(_Door(server)) as door:
+        arrived = door.arrived
         while len(arrived) < member.nodes - 1:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                problem = _admit(member, peers.enter_context(server.accept()[0]), arrived)
-            except TimeoutError:
+            problem = None
+            for peer, message in door.first_lines(deadline):
+                problem = problem or _admit(member, peer, message, arrived)
+            if problem is None and time.monotonic() > deadline:
                 missing = [str(node) for node in range(1, member.nodes) if node not in arrived]
                 names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
                 problem = (
@@ -72,12 +177,15 @@ def _lead(member: Member, patience_s: float) -> str:
                 )
             if problem:
                 for peer in arrived.values():
-                    _send(peer, {"failed": problem})
+                    _send(peer.socket, _signed(member, "node 0", peer.nonce, peer.theirs, {"failed": problem}))
                 raise LaunchError(problem)
-        own = _common_address([plain(peer.getsockname()[0]) for peer in arrived.values()])
+        addresses = [plain(peer.socket.getsockname()[0]) for peer in arrived.values()]
+        own = _common_address(addresses)
+        listener = torchrun.listen(own) if _is_reachable_at(own, addresses) else _listen_everywhere(0)
+        port = int(listener.getsockname()[1])
         for peer in arrived.values():
-            _send(peer, {"go": own})
-        return own
+            _send(peer.socket, _signed(member, "node 0", peer.nonce, peer.theirs, {"go": own, "port": port}))
+        return Meeting(own=own, master=own, port=port, listener=listener)
 
 
 def _common_address(addresses: list[str]) -> str:
@@ -85,38 +193,57 @@ def _common_address(addresses: list[str]) -> str:
     return next((address for address in addresses if not _is_loopback(address)), addresses[0])
 
 
+def _is_reachable_at(own: str, addresses: list[str]) -> bool:
+    """Whether a socket on this one address serves all nodes. Not if they came over several networks.
+
+    A link-local address would need the name of its interface, which differs between hosts.
+    """
+    others = {address for address in addresses if not _is_loopback(address)}
+    return others <= {own} and not ipaddress.ip_address(own).is_link_local
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _listen(member: Member, wait_s: float) -> socket.socket:
-    """Listen at every address of this host. Raises LaunchError if the port stays occupied."""
-    deadline = time.monotonic() + wait_s
+def _listen_everywhere(port: int) -> socket.socket:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=512)
+
+
+def _listen(member: Member, wait_s: float) -> socket.socket:
+    """Listen at every address of this host, or on loopback only if node 0 has a loopback address.
+
+    Raises LaunchError if the port stays occupied.
+    """
+    deadline = time.monotonic() + wait_s
     while True:
         try:
-            return socket.create_server(("", member.port), family=family, dualstack_ipv6=dual, backlog=512)
+            with contextlib.suppress(ValueError):
+                if ipaddress.ip_address(member.master).is_loopback:
+                    family = socket.AF_INET6 if ":" in member.master else socket.AF_INET
+                    return socket.create_server((member.master, member.port), family=family, backlog=512)
+            return _listen_everywhere(member.port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise LaunchError(
-                    f"port {member.port} of node 0 ({member.host}) cannot be opened ({error.strerror}); try: "
+                    f"port {member.port} of node 0 ({member.host}) cannot be opened ({os.strerror(error.errno)}); try: "
                     f"ss -ltnp 'sport = :{member.port}', or choose another port for the launcher"
                 ) from None
             time.sleep(RETRY_S)
 
 
-def _admit(member: Member, peer: socket.socket, arrived: dict[int, socket.socket]) -> str | None:
+def _admit(member: Member, peer: _Peer, hello: dict[str, Any], arrived: dict[int, _Peer]) -> str | None:
     """Add a node of this run and reject any other. Returns a sentence if node 0 cannot connect back to it."""
-    peer.settimeout(CONNECT_S)
-    hello = _receive(peer)
-    node = hello.get("node")
-    if hello.get("key") != member.key or not isinstance(node, int) or not 0 < node < member.nodes:
-        _send(peer, {"stranger": True})
-        peer.close()
+    node, peer.theirs = hello.get("node"), str(hello.get("nonce"))
+    is_ours = _is_signed(member, "node", peer.nonce, peer.theirs, hello)
+    if not is_ours or type(node) is not int or not 0 < node < member.nodes:
+        _send(peer.socket, {"stranger": True})
+        peer.socket.close()
         return None
     if node in arrived:
-        arrived.pop(node).close()
+        arrived.pop(node).socket.close()
     arrived[node] = peer
     address, port = str(hello.get("address")), hello.get("port")
     try:
@@ -133,25 +260,20 @@ def _admit(member: Member, peer: socket.socket, arrived: dict[int, socket.socket
 # --- the other nodes ---
 
 
-def _attend(member: Member, patience_s: float) -> str:
+def _attend(member: Member, patience_s: float) -> Meeting:
     deadline = time.monotonic() + patience_s
     while True:
         connection, problem = connect(member.master, member.port)
         if connection is not None:
-            own = plain(connection.getsockname()[0])
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            # Node 0 connects back to this port. Connections complete without being accepted.
-            with connection, socket.create_server((own, 0), family=family) as callback:
-                back = {"address": own, "port": int(callback.getsockname()[1])}
-                _send(connection, {"key": member.key, "node": member.node, "host": member.host, **back})
-                # Node 0 may have started later than this node, so its patience counts from here on.
-                connection.settimeout(patience_s + 2 * MARGIN_S)
-                answer = _receive(connection)
+            with connection:
+                own, reached = (plain(name[0]) for name in (connection.getsockname(), connection.getpeername()))
+                answer = _introduce(member, connection, own, patience_s)
             if "failed" in answer:
                 raise LaunchError(f"node 0 gave up: {answer['failed']}")
             if "go" in answer:
                 # A node that connected by loopback is on node 0's host and has its address.
-                return str(answer["go"]) if _is_loopback(own) else own
+                there = str(answer["go"]) if _is_loopback(own) else reached
+                return Meeting(own=there if _is_loopback(own) else own, master=there, port=int(answer["port"]))
             where = f"{member.master} port {member.port}"
             problem = f"another program than node 0 of this run listens at {where}, or node 0 has ended"
             if "stranger" in answer:
@@ -159,6 +281,43 @@ def _attend(member: Member, patience_s: float) -> str:
         if time.monotonic() > deadline:
             raise LaunchError(f"{problem} (tried for {patience_s:g} s)")
         time.sleep(RETRY_S)
+
+
+def _introduce(member: Member, connection: socket.socket, own: str, patience_s: float) -> dict[str, Any]:
+    """Tell node 0 who this is and return its answer; empty if it is not one of node 0 of this run."""
+    connection.settimeout(CONNECT_S)
+    nonce, theirs = secrets.token_hex(16), _receive(connection).get("nonce")
+    if not isinstance(theirs, str):
+        return {}
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    # Node 0 connects back to this port. Connections complete without being accepted.
+    with socket.create_server((own, 0), family=family) as callback:
+        back = {"address": own, "port": int(callback.getsockname()[1])}
+        hello = {"nonce": nonce, "node": member.node, "host": member.host, **back}
+        _send(connection, _signed(member, "node", theirs, nonce, hello))
+        # Node 0 may have started later than this node, so its patience counts from here on.
+        connection.settimeout(patience_s + 2 * MARGIN_S)
+        answer = _receive(connection)
+    is_ours = _is_signed(member, "node 0", theirs, nonce, answer)
+    return answer if is_ours else {"stranger": True} if "stranger" in answer else {}
+
+
+# --- messages ---
+
+
+def _signature(member: Member, role: str, nonce: str, theirs: str, message: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in message.items() if name != "signature"}
+    text = json.dumps([role, nonce, theirs, content], sort_keys=True)
+    return hmac.new(member.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _signed(member: Member, role: str, nonce: str, theirs: str, message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "signature": _signature(member, role, nonce, theirs, message)}
+
+
+def _is_signed(member: Member, role: str, nonce: str, theirs: str, message: Mapping[str, Any]) -> bool:
+    expected = _signature(member, role, nonce, theirs, message)
+    return hmac.compare_digest(expected.encode(), str(message.get("signature")).encode(errors="replace"))
 
 
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:
@@ -173,8 +332,15 @@ def _receive(peer: socket.socket) -> dict[str, Any]:
     try:
         while not line.endswith(b"\n") and len(line) < LONGEST_LINE and (more := peer.recv(LONGEST_LINE)):
             line += more
+    except OSError:
+        return {}
+    return _parse(line)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
         message = json.loads(line)
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}
 

@@ -112,5 +112,13 @@ class RankActor:
         return self.read(taken)[0]
 
 
+def main(argv: list[str]) -> None:
+    from paceline.launchers.node import torchrun
+
+    known, words = torchrun.parser().parse_known_args(argv[1:])
+    os.environ.update(torchrun.store_variables(known.master_addr, known.master_port, known.store_fd))
+    os.execv(sys.executable, [sys.executable, "-m", "paceline.workloads.worker", words[-1]])
+
+
 if __name__ == "__main__":
-    os.execv(sys.executable, [sys.executable, "-m", "paceline.workloads.worker", sys.argv[-1]])
+    main(sys.argv)

@@ -23,7 +23,7 @@ from typing import IO, Any
 from paceline.errors import LaunchError
 from paceline.host.processes import end_with_parent
 from paceline.launchers._job import agent_arguments, is_past_setup, reported_failure
-from paceline.launchers.node import log_transport
+from paceline.launchers.node import log_transport, torchrun
 from paceline.launchers.ray import actor as _ray_actor
 from paceline.launchers.ray import cluster
 from paceline.launchers.ray.cluster import Request
@@ -159,7 +159,8 @@ def ranks(request: Request, group: Any, inbox: Inbox) -> Iterator[list[Member]]:
     try:
         _check_nodes(request, members)
         for member, variables in zip(members, seats(request, members), strict=True):
-            arguments = agent_arguments(port=int(variables["MASTER_PORT"]), controller_link=True)
+            port = request.port or members[0].facts["port"]
+            arguments = agent_arguments(port=port, controller_link=True)
             arguments += [f"--scratch={request.scratch}"] if request.scratch else []
             member.actor.start.remote([*arguments, "--per-rank", f"--runner={request.runner}"], variables)
         yield members
@@ -209,7 +210,9 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
     Ray shows an actor only its own GPU. Ranks see all GPUs of their node, so that device numbers are the usual ones.
     """
     first = members[0].facts
-    port = str(request.port or first["port"])
+    # Ranks of one node need only loopback, where no other host can connect.
+    alone = request.nodes == 1
+    master = torchrun.LOOPBACK if alone else first["address"]
     spec = (Path(request.run_dir) / "spec.json").read_text()
     for member in members:
         mates = [other for other in members if other.node == member.node]
@@ -218,19 +221,17 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
             "LOCAL_RANK": str(mates.index(member)),
             "WORLD_SIZE": str(request.world_size),
             "LOCAL_WORLD_SIZE": str(request.processes_per_node),
-            "MASTER_ADDR": first["address"],
-            "MASTER_PORT": port,
             # Every rank has its own agent, which joins the rendezvous of all agents.
             "PACELINE_NODE_RANK": str(member.rank),
             "PACELINE_NODES": str(request.world_size),
-            "PACELINE_MASTER": first["address"],
+            "PACELINE_MASTER": master,
             "PACELINE_NODE": member.name,
             "PACELINE_SPEC": spec,
         }
         if member.facts["gpus"]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for mate in mates for gpu in mate.facts["gpus"])
-        if member.facts["interface"]:
-            variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), member.facts["interface"])
+        if interface := "lo" if alone else member.facts["interface"]:
+            variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
         yield {**variables, **request.env}
 
 

@@ -261,9 +261,7 @@ def step(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> list[str]:
         words += [f"--container-mounts={','.join(mounts)}"] if mounts else []
     words += chosen.srun_arguments or ()
     python = chosen.python or ("python3" if chosen.container_image is not None else sys.executable)
-    # c10d numbers nodes by their sorted names, but lost nodes are known by Slurm's number.
-    rendezvous = "static" if may_go_on(spec, chosen) else "c10d"
-    known = agent_arguments(port=0, shared=run_dir if chosen.shared else None, rendezvous=rendezvous)
+    known = agent_arguments(port=0, shared=run_dir if chosen.shared else None)
     return [*words, str(python), *(word for word in known if word != "--port=0")]
 
 

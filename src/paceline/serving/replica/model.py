@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import transformers
 
 from paceline.errors import UnsupportedError
-from paceline.launchers.node import placement
+from paceline.launchers.node import placement, torchrun
 from paceline.serving.replica import weights
 from paceline.serving.replica.batching import Channel, serve
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
@@ -27,7 +28,6 @@ from paceline.training.instruments import collection_paused
 READ, STEP = 0, 1
 # The other ranks wait for the leader until the next request: days, not minutes.
 PATIENCE = datetime.timedelta(days=30)
-HOST = "127.0.0.1"
 
 
 def run(settings: Settings, rank: int, channel: Channel | None, port: int | None) -> None:
@@ -112,13 +112,16 @@ def _join_group(settings: Settings, rank: int, channel: Channel | None, port: in
     size = settings.tensor_parallel
     if channel is None:
         assert port is not None
-        store = dist.TCPStore(HOST, port, size, is_master=False)  # type: ignore[attr-defined]
+        store = dist.TCPStore(torchrun.LOOPBACK, port, size, is_master=False)  # type: ignore[attr-defined]
     else:
-        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = torchrun.serve(torchrun.listen())
         channel.put({"store_port": store.port})
     # DeepSpeed reads its rank from the environment.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(store.port)}
+    os.environ |= {"MASTER_ADDR": torchrun.LOOPBACK, "MASTER_PORT": str(store.port)}
+    if sys.platform == "linux":
+        # All processes of a replica are on this host, also if the ranks of the run use another interface.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     backend = "nccl" if settings.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     return dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -278,16 +278,23 @@ def test_ranks_see_the_gpus_of_their_node_in_order(make_spec: Make, tmp_path: Pa
     seats = list(driver.seats(asked, crew))
     assert [seat["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["3,1", "3,1", "0,2", "0,2"]
     assert [seat["LOCAL_RANK"] for seat in seats] == ["0", "1", "0", "1"]
-    assert {seat["MASTER_PORT"] for seat in seats} == {"4000"}
+    assert {seat["PACELINE_MASTER"] for seat in seats} == {"10.0.0.1"}
     assert {seat["GLOO_SOCKET_IFNAME"] for seat in seats} == {"eth1"}
 
 
 def test_what_the_user_sets_wins(make_spec: Make, tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text("{}")
-    spec = with_options(make_spec("ddp", 1), env={"NCCL_SOCKET_IFNAME": "ib0"}, port=7777)
+    spec = with_options(make_spec("ddp", 1), env={"NCCL_SOCKET_IFNAME": "ib0"})
     (seat,) = driver.seats(request(spec, tmp_path), [member(0, facts={"interface": "eth1"})])
     assert seat["NCCL_SOCKET_IFNAME"] == "ib0"
-    assert seat["MASTER_PORT"] == "7777"
+
+
+def test_ranks_of_one_node_use_loopback(make_spec: Make, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text("{}")
+    crew = [member(rank, facts={"interface": "eth1"}) for rank in range(2)]
+    seats = list(driver.seats(request(with_options(make_spec("ddp", 2)), tmp_path), crew))
+    assert {seat["PACELINE_MASTER"] for seat in seats} == {"127.0.0.1"}
+    assert {seat["GLOO_SOCKET_IFNAME"] for seat in seats} == {"lo"}
 
 
 @pytest.mark.parametrize(
