@@ -6,7 +6,9 @@ the port could run code in the ranks.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import itertools
 import pickle
 import socket
 import subprocess
@@ -32,7 +34,8 @@ folder = pathlib.Path(sys.argv[1])
 (folder / f"port-{os.environ['RANK']}").write_text(os.environ["MASTER_PORT"])
 while not (folder / "end").exists():
     time.sleep(0.05)
-dist.all_reduce(torch.ones(1))
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
@@ -57,11 +60,7 @@ class Launch:
 
     def listening(self) -> set[str]:
         root = psutil.Process(self.process.pid)
-        found = set()
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-        return found
+        return {address for process in (root, *root.children(recursive=True)) for address, _ in doors(process)}
 
     def end(self) -> int:
         code = self.process.wait(60)
@@ -89,6 +88,13 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
+def doors(process: psutil.Process) -> set[tuple[str, int]]:
+    """Where a process listens."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {tuple(c.laddr) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return set()
+
+
 def own_addresses() -> list[str]:
     entries = [entry for each in psutil.net_if_addrs().values() for entry in each]
     inet = [entry.address for entry in entries if entry.family == socket.AF_INET]
@@ -109,16 +115,18 @@ def test_a_stranger_reaches_no_store_and_plants_no_code(
     with launched(argv, {**environment(), **job.env}) as launch:
         launch.await_file(lambda: all((tmp_path / f"port-{rank}").is_file() for rank in (0, 1)))
         assert launch.listening() == {"127.0.0.1"}
-        port = int((tmp_path / "port-0").read_text())
-        for address in own_addresses():
+        ports = [port for _, port in doors(psutil.Process(launch.process.pid))]
+        assert int((tmp_path / "port-0").read_text()) in ports
+        for address, port in itertools.product(own_addresses(), ports):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5)
         # Another user of this host can connect to the store. Whatever it plants there is never unpickled.
-        bomb = pickle.dumps(Bomb(tmp_path / "went-off"))
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        for key in {*store.list_keys(), "torch.rendezvous.paceline", "torchrun/torch.rendezvous.paceline"}:
-            if "rendezvous" in key:
-                store.set(key, bomb)
+        bomb = base64.b64encode(pickle.dumps(Bomb(tmp_path / "went-off")))
+        for port in ports:
+            store = TCPStore("127.0.0.1", port, is_master=False)
+            for key in {*store.list_keys(), "torch.rendezvous.paceline"}:
+                if "rendezvous" in key:
+                    store.set(key, bomb)
         # torchrun's own rendezvous would read its state now, to close itself.
         (tmp_path / "end").touch()
         assert launch.end() == 0, "".join(launch.output)
