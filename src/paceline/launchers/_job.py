@@ -100,9 +100,9 @@ def awaited_ranks(nodes: int, lost: Collection[int], ranks: int) -> set[int]:
 
 def have_ended(run_dir: Path, awaited: Collection[int]) -> bool:
     """Whether all awaited ranks have written an outcome. Their torchrun would wait minutes for the lost ones."""
-    return set(awaited) <= {outcome.rank for outcome in store.read_outcomes(run_dir)}
+    return set(awaited) <= {outcome.rank for outcome in store.sound_outcomes(run_dir)}
 
 
 def reported_failure(run_dir: Path, ranks: Collection[int]) -> bool:
     """Whether one of these ranks reported a failure itself. That fails the run, so it does not continue."""
-    return any(o.rank in ranks and o.status is not Status.OK for o in store.read_outcomes(run_dir))
+    return any(o.rank in ranks and o.status is not Status.OK for o in store.sound_outcomes(run_dir))

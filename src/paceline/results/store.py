@@ -26,6 +26,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import struct
@@ -194,15 +195,17 @@ class ProgressFile:
 
 
 def read_progress(run_dir: Path) -> tuple[Progress, ...]:
-    """The progress of every rank that has started, in rank order."""
+    """The progress of every rank that has started, in rank order. Files that no rank can have written are ignored."""
     positions = []
     for path in run_dir.glob("progress-*"):
-        raw = path.read_bytes()
-        if len(raw) == _PROGRESS.size:
+        number, raw = path.name.removeprefix("progress-"), path.read_bytes() if path.is_file() else b""
+        if len(raw) == _PROGRESS.size and _RANK_NUMBER.fullmatch(number):
             pid, step, phase, beat, loss, peak, note = _PROGRESS.unpack(raw)
-            rank, peak_bytes = int(path.name.rpartition("-")[2]), None if math.isnan(peak) else int(peak)
-            words = note.rstrip(b"\0").decode(errors="ignore")
-            positions.append(Progress(rank, pid, step, PHASES[phase], beat, loss, peak_bytes, words))
+            if not 0 <= phase < len(PHASES) or pid < 1 or step < 0 or not math.isfinite(beat) or math.isinf(peak):
+                continue
+            words = safe_text.text(note.rstrip(b"\0").decode(errors="ignore"))
+            peak_bytes = None if math.isnan(peak) else int(peak)
+            positions.append(Progress(int(number), pid, step, PHASES[phase], beat, loss, peak_bytes, words))
     return tuple(sorted(positions, key=lambda p: p.rank))
 
 
@@ -225,8 +228,14 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecord:
-    """The record of a run without status.json, which the controller reads before it decides the status."""
-    return _assemble(run_dir, Status.OK, None, started_at, ended_at)
+    """The record of a run without status.json, which the controller reads before it decides the status.
+
+    StoreError if a file that a rank left cannot be read.
+    """
+    try:
+        return _assemble(run_dir, Status.OK, None, started_at, ended_at)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
 
 
 def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
@@ -294,14 +303,67 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
+    """How every rank ended; StoreError with the name of the file if one is damaged."""
+    outcomes = [_read_outcome(path) for path in run_dir.glob("outcome-*.json")]
+    return tuple(sorted(outcomes, key=lambda o: o.rank))
+
+
+def reported_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
+    """As `read_outcomes`, after the ranks have ended: a damaged file means that its rank failed, and says so."""
     outcomes = []
     for path in run_dir.glob("outcome-*.json"):
-        raw = read_json(path)
-        evidence = raw.pop("evidence", None)
-        status = Status(raw.pop("status"))
-        raw["error"] = raw["error"] and redaction.clean_text(raw["error"])
-        outcomes.append(Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None))
+        try:
+            outcomes.append(_read_outcome(path))
+        except StoreError as damage:
+            number, now = path.stem.removeprefix("outcome-"), time.time()
+            outcomes.append(
+                Outcome(
+                    # Without a number in its name, no rank has this outcome, but the run still fails.
+                    rank=int(number) if _RANK_NUMBER.fullmatch(number) else -1,
+                    status=Status.FAILED,
+                    error=str(damage),
+                    host="",
+                    pid=0,
+                    started_at=now,
+                    ended_at=now,
+                )
+            )
     return tuple(sorted(outcomes, key=lambda o: o.rank))
+
+
+def sound_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
+    """As `read_outcomes`, while files may still be written: those that cannot be read yet are left out."""
+    outcomes = []
+    for path in run_dir.glob("outcome-*.json"):
+        with contextlib.suppress(StoreError):
+            outcomes.append(_read_outcome(path))
+    return tuple(sorted(outcomes, key=lambda o: o.rank))
+
+
+_RANK_NUMBER = re.compile(r"0|[1-9][0-9]{0,6}")
+_MOST_TEXT = 65_536
+# Unix time of the year 2286: later times are damage.
+_LATEST_S = 1e10
+
+
+def _read_outcome(path: Path) -> Outcome:
+    raw = read_json(path)
+    damaged = f"{path.parent}: {path.name} is damaged"
+    try:
+        evidence, error = raw.pop("evidence", None), raw["error"]
+        status = Status(raw.pop("status"))
+        raw["error"] = error and redaction.clean_text(error[:_MOST_TEXT])
+        outcome = Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None)
+    except (KeyError, TypeError, ValueError, AttributeError) as reason:
+        why = f"{type(reason).__name__}: {str(reason)[:200]}"
+        raise StoreError(f"{damaged}: it does not fit the schema ({why})") from None
+    whole = all(type(value) is int for value in (outcome.rank, outcome.pid)) and 0 <= outcome.pid < 1 << 32
+    times = (outcome.started_at, outcome.ended_at)
+    timed = all(type(value) in (int, float) and abs(value) < _LATEST_S for value in times)
+    named = isinstance(outcome.host, str) and isinstance(outcome.error, str | None)
+    if not (whole and timed and named) or path.stem != f"outcome-{outcome.rank}":
+        raise StoreError(f"{damaged} (a field has the wrong type, or the rank differs from the file's name)")
+    return outcome
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -395,6 +397,62 @@ def test_progress_is_read_while_it_moves(tmp_path: Path, golden: object) -> None
     first.mark(413, "timing")
     assert store.read_progress(tmp_path)[0].note == ""
     assert before <= a.beat <= time.time()
+
+
+def test_progress_that_no_rank_can_have_written_is_ignored(tmp_path: Path) -> None:
+    """Its process id may be signalled, and its phase is an index: -1 would mean every process of this user."""
+    store.ProgressFile(tmp_path, 3).mark(1, "forward")
+    good = (tmp_path / "progress-3").read_bytes()
+    forged = {
+        "progress-0": store._PROGRESS.pack(-1, 1, 1, 1.0, 1.0, 1.0, b""),
+        "progress-1": store._PROGRESS.pack(7, 1, 99, 1.0, 1.0, 1.0, b""),
+        "progress-2": store._PROGRESS.pack(7, 1, 1, 1.0, 1.0, math.inf, b""),
+        "progress-4": store._PROGRESS.pack(7, -5, 1, 1.0, 1.0, 1.0, b""),
+        "progress-5": store._PROGRESS.pack(7, 1, 1, math.nan, 1.0, 1.0, b""),
+        "progress-x": good,
+        "progress-0-0": good,
+        f"progress-{9**9}9": good,
+    }
+    for name, content in forged.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "progress-9").mkdir()
+    assert [(position.rank, position.step) for position in store.read_progress(tmp_path)] == [(3, 1)]
+    (tmp_path / "progress-3").write_bytes(store._PROGRESS.pack(7, 1, 1, 1.0, 1.0, 1.0, b"\x1b[2Jgone"))
+    assert "\x1b" not in store.read_progress(tmp_path)[0].note
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_outcome_file_is_an_outcome_or_a_failure_that_names_it(
+    tmp_path: Path, make_outcome: Make, seed: int
+) -> None:
+    """What a node left is read while its run is in progress: whatever it is, the campaign goes on."""
+    draw = random.Random(seed)
+    store.write_outcome(tmp_path, make_outcome(0, Status.OK))
+    good = json.loads((tmp_path / "outcome-0.json").read_text())
+    values = [None, [], {}, -1, 1e999, "x" * 100_000, True, [[]], {"a": 1}, float("nan"), "\x1b[2J", 10**400]
+    sound = 0
+    for _ in range(150):
+        raw = dict(good)
+        for _ in range(draw.randint(1, 3)):
+            key = draw.choice([*good, "more"])
+            if draw.random() < 0.3:
+                raw.pop(key, None)
+            else:
+                raw[key] = draw.choice(values)
+        text = json.dumps(raw)
+        if draw.random() < 0.3:
+            text = text[: draw.randrange(len(text))]
+        (tmp_path / "outcome-0.json").write_text(text)
+        (outcome,) = store.reported_outcomes(tmp_path)
+        assert outcome.rank == 0
+        if outcome.status is Status.FAILED and outcome.error and "outcome-0.json" in outcome.error:
+            with pytest.raises(StoreError, match="outcome-0"):
+                store.read_outcomes(tmp_path)
+        else:
+            sound += 1
+            assert isinstance(outcome.host, str)
+            assert len(outcome.error or "") <= 70_000
+    assert sound < 150
 
 
 def test_an_attempt_takes_a_number_above_all_that_are_left(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:

@@ -392,9 +392,13 @@ def launch_once(
         advise(spec, run_dir, observer)
     light = None
     if status is Status.OK:
-        record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
-        status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
-        light = launch_trust(record) if status is Status.OK else None
+        try:
+            record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
+            status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
+            light = launch_trust(record) if status is Status.OK else None
+        except StoreError as damage:
+            # A node may have left anything. The other runs of the campaign go on.
+            status, error = Status.FAILED, str(damage)
     store.seal(run_dir, status, error, started_at, ended_at, lost)
     return status, error, light
 

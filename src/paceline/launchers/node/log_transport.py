@@ -19,6 +19,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 import re
 import socket
 import time
@@ -30,6 +31,7 @@ from typing import Any
 
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import clock_offsets
+from paceline.results import safe_text
 
 MARK = "@paceline/1"
 # Container runtimes split lines of 16 KiB and more.
@@ -40,7 +42,11 @@ FILE_LINE = "@paceline/file"
 # Limit for the files of one node: far above any run, far below the memory of a controller.
 LARGEST_WHOLE = 1 << 30
 # Files of ranks. Other names in a log are never written.
-CARRIED = re.compile(r"(samples|outcome|machine|stack|progress|loadgen)-[A-Za-z0-9._-]+")
+CARRIED = re.compile(r"(samples|outcome|machine|stack|progress|loadgen)-[A-Za-z0-9._-]{1,200}")
+# Numbers as an agent writes them. Python's int() would also accept signs, spaces and other scripts.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,11}")
+MOST_NODES = 65_536
+LONGEST_HOST = 253
 _GROWING = ("samples-", "stack-")
 
 
@@ -136,35 +142,31 @@ class Receiver:
         self.arrivals: dict[int, Arrival] = {}
 
     def feed(self, line: str) -> str | None:
-        """Take one line. Returns it if it is ordinary output, else None."""
+        """Take one line. Returns it if it is ordinary output, else None. Ignores what no agent writes."""
         if not line.startswith(MARK + " "):
             return line
         try:
+            if len(line) > 2 * LONGEST_LINE:
+                raise ValueError("longer than any line of an agent")
             _, node, number, kind, *words = line.rstrip("\n").split(" ", 4)
-            arrival = self.arrivals.setdefault(int(node), Arrival())
-            if int(number) < arrival.next_number:
+            sender, position = _number(node, MOST_NODES), _number(number)
+            arrival = self.arrivals.setdefault(sender, Arrival())
+            if position < arrival.next_number:
                 return None
-            self._take(int(node), arrival, kind, words[0] if words else "")
-            arrival.gaps += int(number) > arrival.next_number
-            arrival.next_number = int(number) + 1
-        except (ValueError, KeyError, TypeError, zlib.error):
+            self._take(sender, arrival, kind, words[0] if words else "")
+            arrival.gaps += position > arrival.next_number
+            arrival.next_number = position + 1
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError, zlib.error):
             # Damaged: the line may arrive intact at the next reading. Otherwise the next line shows the gap.
             pass
         return None
 
     def _take(self, node: int, arrival: Arrival, kind: str, rest: str) -> None:
         if kind == "hello":
-            arrival.facts, arrival.received_wall_s = json.loads(rest), time.time()
-            # The node started after the controller wrote the spec, and before its line was read.
-            spec = self._run_dir / "spec.json"
-            if spec.exists():
-                host, node_time_s = str(arrival.facts.get("host")), float(arrival.facts["wall_s"])
-                earliest_s, latest_s = spec.stat().st_mtime, arrival.received_wall_s
-                clock = clock_offsets.observed(node, host, node_time_s, earliest_s, latest_s)
-                clock_offsets.note(self._run_dir, [clock])
+            self._greet(node, arrival, json.loads(rest))
         elif kind == "part":
             name, offset, checksum, data = rest.split(" ")
-            piece, path, begin = _unpacked(data), self._run_dir / name, int(offset)
+            piece, path, begin = _unpacked(data), self._run_dir / name, _number(offset)
             if f"{zlib.crc32(piece):08x}" != checksum:
                 raise ValueError("damaged part")
             if not CARRIED.fullmatch(name):
@@ -177,8 +179,10 @@ class Receiver:
                     file.write(piece)
         elif kind == "whole":
             position, digest, data = rest.split(" ")
-            index, count = map(int, position.split("/"))
-            if index < count - 1 and len(data) != LONGEST_DATA:
+            index, count = (_number(word) for word in position.split("/"))
+            if not index < count <= LARGEST_WHOLE // LONGEST_DATA:
+                raise ValueError("damaged position")
+            if len(data) > LONGEST_DATA or (index < count - 1 and len(data) != LONGEST_DATA):
                 raise ValueError("damaged piece")
             arrival.pieces[index] = data
             if len(arrival.pieces) < count:
@@ -186,12 +190,30 @@ class Receiver:
             text = "".join(arrival.pieces[i] for i in range(count))
             if hashlib.sha256(text.encode()).hexdigest() != digest:
                 raise ValueError("damaged last piece")
-            for name, content in json.loads(_unpacked(text)).items():
+            files = json.loads(_unpacked(text))
+            if not isinstance(files, dict):
+                raise ValueError("not a mapping of files")
+            for name, content in files.items():
                 if CARRIED.fullmatch(name):
                     (self._run_dir / name).write_bytes(base64.b64decode(content))
             arrival.is_whole = True
         elif kind == "end":
-            arrival.exit_code = int(rest)
+            arrival.exit_code = _number(rest.removeprefix("-"), 1 << 31) * (-1 if rest.startswith("-") else 1)
+
+    def _greet(self, node: int, arrival: Arrival, facts: object) -> None:
+        """Take the first line of a node, and compare its clock with this one."""
+        if not isinstance(facts, dict):
+            raise ValueError("not a mapping of facts")
+        node_time_s = float(facts["wall_s"])
+        if not math.isfinite(node_time_s):
+            raise ValueError("not a time")
+        arrival.facts, arrival.received_wall_s = facts, time.time()
+        arrival.facts["host"] = host = safe_text.text(str(facts.get("host"))[:LONGEST_HOST])
+        # The node started after the controller wrote the spec, and before its line was read.
+        spec = self._run_dir / "spec.json"
+        if spec.exists():
+            earliest_s, latest_s = spec.stat().st_mtime, arrival.received_wall_s
+            clock_offsets.note(self._run_dir, [clock_offsets.observed(node, host, node_time_s, earliest_s, latest_s)])
 
     def missing(self, nodes: int, but: Collection[int] = ()) -> str | None:
         """Return None if all files of every node arrived, else a sentence. but: nodes that are not expected."""
@@ -205,6 +227,12 @@ class Receiver:
                 end = "its log ends early" if arrival.exit_code is None else "its log is incomplete"
                 partial.append(f"node {node} ({arrival.facts.get('host', 'unknown')}): {end}{gaps}")
         return "; ".join(partial) or None
+
+
+def _number(text: str, below: int = 1 << 40) -> int:
+    if not _NUMBER.fullmatch(text) or int(text) >= below:
+        raise ValueError("not a number of an agent")
+    return int(text)
 
 
 def file_line(name: str, data: bytes) -> str:

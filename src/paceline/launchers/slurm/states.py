@@ -274,7 +274,7 @@ def read_losses(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]
         ended |= set(range(int(first), int(last or first) + 1))
     names = set(_NODE.findall(text))
     vanished = {node for node, name in enumerate(hosts(starts[-1][1]) if names else ()) if name in names}
-    succeeded = {outcome.rank for outcome in store.read_outcomes(run_dir) if outcome.status is Status.OK}
+    succeeded = {outcome.rank for outcome in store.sound_outcomes(run_dir) if outcome.status is Status.OK}
     failed = [node for node in sorted(ended | vanished) if not succeeded.issuperset(ranks_of(node, ranks))]
     continues = bool(failed) and is_past_setup(run_dir)
     expendable = [node for node in failed if continues and node in handle["expendable"]]

@@ -528,3 +528,35 @@ def test_a_search_goes_on_by_its_records_and_resumes_without_repeating(
 def test_only_searching_workloads_lead_on(make_spec: Make) -> None:
     assert not controller.leads_on(make_spec("ddp", 1))
     assert controller.leads_on(replace(make_spec("ddp", 1), workload=Choice("frontier")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("outcome-0.json", "[]"),
+        ("outcome-0.json", '{"rank": 0}'),
+        ("outcome-0.json", "[" * 5000),
+        ("outcome-x.json", "{}"),
+        ("samples-0.jsonl", '{"kind": "step"}\n{"kind": "step"}\n'),
+        ("machine-n1.json", "[]"),
+        ("progress-0", "x" * 168),
+    ],
+)
+def test_whatever_a_node_leaves_the_campaign_goes_on(
+    tmp_path: Path, launcher: Make, make_spec: Make, make_outcome: Make, name: str, content: str
+) -> None:
+    """The run of that node fails with a sentence that names the file; the next run is started all the same."""
+
+    def leave(run_dir: Path) -> None:
+        store.write_outcome(run_dir, make_outcome(0, Status.OK))
+        if instant.submitted == 1:
+            (run_dir / name).write_text(content)
+
+    instant = launcher(leave)
+    spec = reference_of(make_spec("ddp", 1))
+    for repeat in range(2):
+        status, error = controller.execute(replace(spec, repeat=repeat), tmp_path, Watcher(), None)[:2]
+        if repeat == 0 and name != "progress-0":
+            assert status is Status.FAILED
+            assert name in str(error) or "samples" in name
+    assert instant.submitted == 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -118,6 +121,19 @@ def test_a_log_read_again_from_its_beginning_changes_nothing(node: Path, home: P
         "@paceline/1 0 0 part samples-0.jsonl 0 00000000 not-base64!",
         "@paceline/1 0 0 whole 0/1 00 AAAA",
         "@paceline/1 0 0 end soon",
+        "@paceline/1 0 0 end 99999999999999999999",
+        "@paceline/1 0 0 hello []",
+        "@paceline/1 0 0 hello " + "[" * 12_000,
+        '@paceline/1 0 0 hello {"wall_s": NaN}',
+        '@paceline/1 0 0 hello {"wall_s": 1e999}',
+        "@paceline/1 0 0 whole -1/1 00 AAAA",
+        "@paceline/1 0 0 whole 0/-1 00 AAAA",
+        "@paceline/1 0 0 whole 5/1 00 AAAA",
+        "@paceline/1 0 0 whole 0/999999999999 00 AAAA",
+        "@paceline/1 -1 0 end 0",
+        "@paceline/1 99999999999 0 end 0",
+        "@paceline/1 0 -1 end 0",
+        "@paceline/1 0 0 " + "x" * 1_000_000,
     ],
 )
 def test_damaged_and_hostile_lines_write_nothing(home: Path, line: str) -> None:
@@ -147,3 +163,68 @@ def test_a_file_too_long_for_a_line_comes_with_the_whole(node: Path, home: Path)
         receiver.feed(line)
     assert receiver.arrivals[0].gaps == 0
     assert texts(home) == texts(node)
+
+
+def part(name: str, offset: int | str, data: bytes = b"x") -> str:
+    return f"@paceline/1 0 0 part {name} {offset} {zlib.crc32(data):08x} {log_transport._packed(data)}"
+
+
+def whole(content: object) -> str:
+    data = log_transport._packed(json.dumps(content).encode())
+    return f"@paceline/1 0 0 whole 0/1 {hashlib.sha256(data.encode()).hexdigest()} {data}"
+
+
+HOSTILE = [
+    part("samples-0.jsonl", -1),
+    part("samples-0.jsonl", "+0"),
+    part("samples-0.jsonl", 10**30),
+    part("outcome-" + "0" * 5000, 0),
+    part("samples-" + "9" * 255, 0),
+    part("../samples-0.jsonl", 0),
+    whole([1, 2]),
+    whole({"samples-0.jsonl": ["x"]}),
+    whole({"samples-" + "9" * 300: "eA=="}),
+    whole({"../status.json": "eA==", "status.json": "eA=="}),
+    whole(None),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_line_with_a_right_checksum_and_wrong_content_harms_nothing(home: Path, number: int) -> None:
+    """Each of the first seven ended the controller, with all other runs of its campaign."""
+    receiver = log_transport.Receiver(home)
+    assert receiver.feed(HOSTILE[number]) is None
+    assert texts(home) == {}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_controller_survives_any_line(node: Path, home: Path, seed: int) -> None:
+    """500 mutated lines each: characters, words and numbers replaced, doubled, dropped. Only known names are written,
+    and what was not harmed still arrives."""
+    draw = random.Random(seed)
+    lines = [*lived(node), *HOSTILE]
+    words = ["-1", "", "1e9", "\u0662", "9" * 5000, "[" * 3000, "{}", "[]", "null", "NaN", "../x", "a" * 300, "\ud800"]
+    (home / "spec.json").write_text("{}")
+    receiver = log_transport.Receiver(home)
+    for _ in range(500):
+        pieces = draw.choice(lines).split(" ")
+        for _ in range(draw.randint(1, 3)):
+            place = draw.randrange(1, len(pieces))
+            kind = draw.randrange(4)
+            if kind == 0:
+                pieces[place] = draw.choice(words)
+            elif kind == 1 and pieces[place]:
+                at = draw.randrange(len(pieces[place]))
+                pieces[place] = pieces[place][:at] + chr(draw.randrange(1, 0x3000)) + pieces[place][at + 1 :]
+            elif kind == 2:
+                pieces.insert(place, draw.choice(pieces))
+            elif len(pieces) > 2:
+                del pieces[place]
+        receiver.feed(" ".join(pieces))
+    receiver.missing(3)
+    assert all(log_transport.CARRIED.fullmatch(name) for name in set(texts(home)) - {"spec.json", "clocks.json"})
+    fresh = log_transport.Receiver(home)
+    for line in lived(node):
+        fresh.feed(line)
+    assert fresh.missing(1) is None
+    assert carried(node).items() <= texts(home).items()
