@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import pytest
 from paceline import __version__
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
-from paceline.results import store
+from paceline.results import sealing, store
 from paceline.results.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.training.instruments import collection_paused
 
@@ -116,6 +117,12 @@ def write_run(
     if status is not None:
         store.seal(run_dir, status, error, 100.0, 160.0)
     return run_dir
+
+
+def reseal(run_dir: Path, **changes: object) -> None:
+    """Seal a run folder again, as if the run itself had left what a test added to it or changed in it."""
+    body = json.loads((run_dir / "status.json").read_text())
+    sealing.write(run_dir, {**body, **changes})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -255,6 +262,11 @@ def make_spec() -> Callable[..., RunSpec]:
 @pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
     return write_run
+
+
+@pytest.fixture(scope="session", name="reseal")
+def reseal_fixture() -> Callable[..., None]:
+    return reseal
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
     PacelineError
     ├── RequestError         the user asked for something that cannot be: one sentence, exit code 2
     ├── StoreError           a run folder that cannot be read: reported and skipped
+    │   └── DamagedRunError  ... because it is not what was sealed: the sentence names the file
     ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
     ├── CheckpointError      a checkpoint could not be written or read: a record, status "failed"
@@ -25,8 +26,20 @@ class RequestError(PacelineError):
     """The request was wrong: says where, what was given and what is accepted."""
 
 
+DAMAGED = ": damaged: "
+
+
 class StoreError(PacelineError):
     """A run folder is corrupt or half-written."""
+
+
+class DamagedRunError(StoreError):
+    """A finished run is not what was sealed, or holds values that cannot be; says which file (`damaged`)."""
+
+
+def damaged(run_dir: object, what: str) -> DamagedRunError:
+    """The error of a damaged run, in the form by which lists of skipped runs are recognised (DAMAGED)."""
+    return DamagedRunError(f"{run_dir}{DAMAGED}{what}")
 
 
 class UnsupportedError(PacelineError):

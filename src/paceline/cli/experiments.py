@@ -149,7 +149,7 @@ def plan(arguments: argparse.Namespace) -> int:
     for number, spec in enumerate(runs, 1):
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
-        note = f"unsupported: {reason}" if reason else "finished" if store.is_sealed(run_dir) else "to run"
+        note = f"unsupported: {reason}" if reason else _state(run_dir)
         note += "; more runs may follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         remarks = [_describe(spec)]
@@ -174,17 +174,26 @@ def plan(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _state(run_dir: Path) -> str:
+    from paceline.errors import DamagedRunError
+    from paceline.results import store
+
+    try:
+        return "finished" if store.is_sealed(run_dir) and store.read_end(run_dir) else "to run"
+    except DamagedRunError:
+        return "damaged, to run again"
+
+
 def _print_manifests(runs: list[RunSpec], out: Path) -> int:
     """Print the manifests byte for byte as the engine gets them, or nothing if one run has none."""
     from paceline.campaign.run.controller import unsupported
     from paceline.errors import require
     from paceline.experiment.plugins import load
-    from paceline.results import store
 
     manifests: list[str] = []
     for spec in runs:
         run_dir = out / spec.experiment / spec.run_id
-        reason = unsupported(spec) or ("it is finished" if store.is_sealed(run_dir) else None)
+        reason = unsupported(spec) or ("it is finished" if _state(run_dir) == "finished" else None)
         if reason is not None:
             print(f"paceline: left out {spec.run_id}: {reason}", file=sys.stderr)
             continue

@@ -23,7 +23,7 @@ from paceline.cli.verbs import (
     has_reader,
     print_plain,
 )
-from paceline.errors import RequestError
+from paceline.errors import DAMAGED, DamagedRunError, RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -248,7 +248,11 @@ def show(arguments: argparse.Namespace) -> int:
         where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or unknown
         print(safe_text.text(f"{arguments.run}: not finished (running or interrupted): {where}"))
         return SOME_FAILED
-    record = store.read_run(arguments.run)
+    try:
+        record = store.read_run(arguments.run)
+    except DamagedRunError as error:
+        print(f"paceline: {safe_text.text(str(error))}. `paceline run` repeats it.", file=sys.stderr)
+        return SOME_FAILED
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     lines = [
         *record_lines(record, certify_all(group).get(record.spec.run_id), trust.finding(record)),
@@ -312,7 +316,10 @@ def compare(arguments: argparse.Namespace) -> int:
     if regressions:
         more = f"; and {len(regressions) - 1} more" if len(regressions) > 1 else ""
         print(f"paceline: regression beyond {limit:g} %: {regressions[0].text}{more}", file=sys.stderr)
-    if regressions or not comparison.changes:
+    damaged = [] if limit is None else [text for text in skipped if DAMAGED in text]
+    if damaged:
+        print(f"paceline: the gate cannot pass with damaged runs: {damaged[0]}", file=sys.stderr)
+    if regressions or damaged or not comparison.changes:
         return SOME_FAILED
     return OK if limit is None or _could_catch(comparison, limit) else TOO_NOISY
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes) -> Path:
-    """Write a temporary file next to `path` and rename it; creates missing directories."""
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> Path:
+    """Write a temporary file next to `path` and rename it; creates missing directories.
+
+    durable: the content is on the disk before the name, and the name before this returns.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            sync(temporary)
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or the entries of a directory are on the disk. Some file systems cannot sync a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
 
 
 def text_of(path: Path) -> str:

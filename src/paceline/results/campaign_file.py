@@ -40,6 +40,8 @@ RECENT_STEPS = 5
 FEWEST_REQUESTS_RATIO = 0.1
 # Times of files and of processes come from clocks with different resolution.
 CLOCK_S = 2.0
+# Counted like a status, though no seal has it.
+DAMAGED = "damaged"
 
 
 # --- the plan ---
@@ -220,10 +222,11 @@ def _last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """How a run ended, and its wall time from start to end."""
+    """How a run ended, and its wall time from start to end. damage: what is wrong with the files of a damaged run."""
 
     status: str
     seconds: float
+    damage: str | None = None
 
 
 def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse: Pulse | None) -> float | None:
@@ -275,7 +278,8 @@ def _expected_s(run: PlannedRun, seen: Sequence[tuple[PlannedRun, EndedRun]]) ->
 class CampaignView:
     """The state of one experiment. planned is None without a plan. ended counts runs by status, with a plan only its
     runs. waiting has the reason for each run whose job has not started. interrupted lists runs that started and have
-    no controller any more; left_jobs says for these where a job may still run."""
+    no controller any more; left_jobs says for these where a job may still run. damaged says for each run whose files
+    are not what was sealed which file it is."""
 
     experiment: Path
     planned: int | None
@@ -287,6 +291,7 @@ class CampaignView:
     left_s: float | None
     left_jobs: Mapping[str, str] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_views(out: Path) -> tuple[CampaignView, ...]:
@@ -323,6 +328,7 @@ def read_view(experiment: Path) -> CampaignView:
         running=running,
         left_s=forecast_s(plan.runs, ended, next(iter(pulses), None)) if plan and running else None,
         waiting={safe_text.text(path.name): why for path, why in waiting.items()},
+        damaged={safe_text.text(run): end.damage for run, end in ended.items() if end.damage is not None},
         left_jobs={safe_text.text(path.name): job for path in left if (job := _left_job(path)) is not None},
     )
 
@@ -386,11 +392,11 @@ def _left_job(run_dir: Path) -> str | None:
 
 
 def read_end(run_dir: Path) -> EndedRun | None:
-    """How a run ended and how long it took; None if it has not ended, status `damaged` if status.json is unreadable."""
+    """How a run ended and how long it took; None if it has not ended, DAMAGED if its files are not what was sealed."""
     if not store.is_sealed(run_dir):
         return None
     try:
-        raw = store.read_json(run_dir / "status.json")
-        return EndedRun(str(raw["status"]), float(raw["ended_at"]) - float(raw["started_at"]))
-    except (PacelineError, KeyError, TypeError, ValueError):
-        return EndedRun("damaged", 0.0)
+        end = store.read_end(run_dir)
+        return EndedRun(end.status, end.ended_at - end.started_at)
+    except PacelineError as error:
+        return EndedRun(DAMAGED, 0.0, safe_text.text(str(error).removeprefix(f"{run_dir}: ")))

@@ -1,7 +1,8 @@
 """A capsule: finished runs in one file that anybody can check, read and repeat years later.
 
 capsule/
-  manifest.json               first: format, schema, versions, revision, and size and SHA-256 of every other file
+  manifest.json               first: format, schema, versions, revision, size and SHA-256 of every other file, and a
+                              digest of all this
   README.txt                  how to read it without Paceline
   versions.txt                packages of every host that took part
   experiments/<name>.yaml     the request, recreated from the specs
@@ -30,12 +31,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline import __version__
-from paceline.errors import PacelineError, RequestError, StoreError
+from paceline.errors import DamagedRunError, PacelineError, RequestError, StoreError
 from paceline.experiment import recipe
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.processes import is_running
-from paceline.results import safe_text, store
+from paceline.results import safe_text, sealing, store
 from paceline.results.records import RunRecord
 
 FORMAT, SCHEMA = "paceline-capsule", 1
@@ -55,11 +56,13 @@ _LOGS = re.compile(r"log\.txt|job\.json|stack-\d+\.txt")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A capsule that was written, and one sentence for everything that was left out or changed."""
+    """A capsule that was written or verified. sha256 is of the file, digest of its content (see `_digest`). notes: one
+    sentence for everything that was left out or changed."""
 
     path: Path
     runs: int
     sha256: str
+    digest: str
     notes: tuple[str, ...]
 
 
@@ -89,13 +92,19 @@ def pack(directory: Path, target: Path, *, logs: bool = False, force: bool = Fal
             f"capsule: no finished run in {str(directory)!r} ({'; '.join(left_out) or 'no run was started'})."
         )
     if (directory / "spec.json").is_file():
-        records += references_beside(directory, records[0])
+        references, unreadable = references_beside(directory, records[0])
+        records += references
+        left_out += [text.replace(f"{directory.resolve().parent}{os.sep}", "") for text in unreadable]
     records.sort(key=lambda r: (r.spec.experiment, r.spec.run_id))
     entries = _entries(records, logs)
-    files, redacted = {}, []
-    for name, entry in entries.items():
-        content, secrets = _content(name, entry)
-        files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    files: dict[str, dict[str, Any]] = {}
+    redacted = []
+    # The seals last: they contain the digests of the other files as they are packed.
+    for name in sorted(entries, key=lambda name: PurePosixPath(name).name == sealing.FILE):
+        content, secrets = _content(name, entries[name])
+        if PurePosixPath(name).name == sealing.FILE:
+            content = entries[name] = _resealed(name, content, files)
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         if secrets:
             redacted.append(f"{secrets} secret-shaped {'text' if secrets == 1 else 'texts'} in {name}")
     manifest = {
@@ -107,27 +116,46 @@ def pack(directory: Path, target: Path, *, logs: bool = False, force: bool = Fal
         "runs": [_listed(r.spec, r.status) for r in records],
         "environments": environments(facts for record in records for facts in record.machines),
         "left_out": left_out,
-        "redacted": redacted,
-        "files": files,
+        "redacted": sorted(redacted),
+        "files": dict(sorted(files.items())),
     }
+    manifest["digest"] = _digest(manifest)
     written = (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
     try:
         sha256 = _write(target, {MANIFEST: written, **entries}, files)
     except OSError as error:
         raise RequestError(f"capsule: cannot write {str(target)!r} ({error.strerror}).") from None
     notes = [f"left out: {text}" for text in left_out] + [f"redacted: {text}" for text in redacted]
-    return Packed(target, len(records), sha256, tuple(notes))
+    return Packed(target, len(records), sha256, str(manifest["digest"]), tuple(notes))
 
 
-def references_beside(run: Path, record: RunRecord) -> list[RunRecord]:
-    """Finished references of the same work in the directory of a run that is read alone."""
-    references = []
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """The digest of a capsule: over its manifest, and so over the content of every file, however it is compressed."""
+    fields = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _resealed(name: str, seal: bytes, files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The seal of a packed run: without the files that are left out, and with the digests of redacted ones."""
+    home = PurePosixPath(name).parent
+    packed = {
+        PurePosixPath(path).name: facts for path, facts in sorted(files.items()) if PurePosixPath(path).parent == home
+    }
+    return sealing.text_of({**json.loads(seal), "files": packed}).encode()
+
+
+def references_beside(run: Path, record: RunRecord) -> tuple[list[RunRecord], list[str]]:
+    """Finished references of the same work beside a run that is read alone, and why damaged ones are not used."""
+    references, unreadable = [], []
     for run_dir in store.run_dirs(run.resolve().parent):
         with contextlib.suppress(StoreError):
             spec = store.read_spec(run_dir)
             if spec.workload.name == "reference" and spec.work == record.spec.work and spec != record.spec:
-                references.append(store.read_run(run_dir))
-    return references
+                try:
+                    references.append(store.read_run(run_dir))
+                except DamagedRunError as error:
+                    unreadable.append(str(error))
+    return references, unreadable
 
 
 def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes]:
@@ -226,6 +254,26 @@ def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
+def verify(path: Path, expected: str | None = None) -> Packed:
+    """Check every file of a capsule and every run in it; RequestError if one is not as it was packed.
+
+    expected: the digest that was published with it, or the SHA-256 of the file.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-capsule-") as scratch:
+        manifest = unpack(path, Path(scratch))
+        records, skipped = store.read_runs(Path(scratch) / ROOT / "runs")
+    if skipped:
+        raise RequestError(f"{path}: {skipped[0].removeprefix(f'{scratch}{os.sep}{ROOT}{os.sep}')}.")
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = str(manifest["digest"])
+    if expected is not None and expected.strip().lower() not in (digest, sha256):
+        raise RequestError(
+            f"{path}: got digest {digest}, expected {expected}. It is not the capsule that was published."
+        )
+    return Packed(path, len(records), sha256, digest, tuple(manifest["left_out"]))
+
+
 def read_runs(path: Path) -> tuple[list[RunRecord], list[str]]:
     """As `store.read_runs`, after every file was verified; paths are those inside the capsule."""
     with tempfile.TemporaryDirectory(prefix="paceline-capsule-") as scratch:
@@ -266,7 +314,7 @@ def _require_agreement(path: Path, manifest: Mapping[str, Any], runs: Path) -> N
     try:
         folders = store.run_dirs(runs)
         specs = [store.read_spec(folder) for folder in folders]
-        listed = [_listed(s, store.read_json(d / "status.json")["status"]) for s, d in zip(specs, folders, strict=True)]
+        listed = [_listed(s, store.read_end(d).status) for s, d in zip(specs, folders, strict=True)]
         recorded = environments(facts for folder in folders for facts in store.read_machines(folder))
     except (PacelineError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise RequestError(f"{path}: a run cannot be read ({safe_text.text(str(error))}).") from None
@@ -291,6 +339,8 @@ def _read_manifest(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
         raise RequestError(f"{path}: {MANIFEST} is not the manifest of a capsule.")
     if schema > SCHEMA:
         raise RequestError(f"{path}: got schema {schema}, expected at most {SCHEMA}. Use a newer Paceline.")
+    if manifest.get("digest") != _digest(manifest):
+        raise RequestError(f"{path}: {MANIFEST} was changed after the capsule was packed, {_EXPECTED}.")
     if len(files) > MOST_FILES or sum(sizes) > MOST_BYTES or min(sizes, default=0) < 0:
         raise RequestError(f"{path}: {len(files)} files of {sum(sizes)} bytes exceed the limits of a capsule.")
     return dict(manifest)

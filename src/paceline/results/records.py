@@ -363,6 +363,18 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a run ended, as status.json has it beside its digests; the fields are those of RunRecord."""
+
+    status: Status
+    error: str | None
+    started_at: float
+    ended_at: float
+    lost_nodes: tuple[int, ...] = ()
+    repeated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """A finished run, read back. For a restarted run, steps has the last measurement of each step and redone
     those that a later attempt repeated; attempts is empty if there was only one. lost_nodes were lost before the end,

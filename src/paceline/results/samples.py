@@ -12,11 +12,12 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter, eq, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
-from paceline.errors import StoreError
+from paceline.errors import damaged
 from paceline.results import safe_text
 from paceline.results.records import (
     SAMPLE_TYPES,
@@ -27,6 +28,7 @@ from paceline.results.records import (
     StartSample,
     StepSample,
 )
+from paceline.results.validity import Rule, rule_of
 
 Column: TypeAlias = "array[int] | array[float] | list[Any]"
 
@@ -113,36 +115,30 @@ _step_values = itemgetter(*StepSeries.FIELDS)
 def collect(path: Path, steps: list[Sequence[Any]], others: list[Sample]) -> None:
     """Append the samples of one rank, steps as plain values: one object per step would take longer than reading."""
     rows = _rows(path)
-    try:
-        own = [row for row in rows if row["kind"] == StepSample.kind]
-        values = list(map(_step_values, own))
-        is_whole = sum(map(len, own)) == _WHOLE_STEP * len(own)
-    except (KeyError, TypeError):
-        is_whole = False
-    if is_whole:
-        steps += values
-        others += [_sample(row) for row in rows if row["kind"] != StepSample.kind]
+    own = [row for row in rows if row["kind"] == StepSample.kind]
+    if all(len(row) == _WHOLE_STEP for row in own):
+        steps += map(_step_values, own)
     else:
-        # A row lacks its kind, or a step has other fields: `_sample` reports what is wrong.
-        every = [_sample(row) for row in rows]
-        steps += [StepSeries.values_of(sample) for sample in every if isinstance(sample, StepSample)]
-        others += [sample for sample in every if not isinstance(sample, StepSample)]
+        # Fields with a default may be missing.
+        steps += [StepSeries.values_of(_sample(row)) for row in own]
+    others += [_sample(row) for row in rows if row.get("kind", StepSample.kind) != StepSample.kind]
 
 
-def _sample(row: Any) -> Sample:
+def _sample(row: dict[str, Any]) -> Sample:
     sample = SAMPLE_TYPES[row.pop("kind")]
     if sample in _WITH_SERIES:
         row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return sample(**row)
 
 
-def _rows(path: Path) -> list[Any]:
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, checked by the rules of their kind; DamagedRunError names the file and the line."""
     from pydantic_core import from_json
 
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
+        raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
     # One parse of the joined lines is several times faster than one per line.
     whole = text[: max(text.rfind("\n"), 0)]
     joined = "[" + whole.replace("\n", ",") + "]"
@@ -151,9 +147,44 @@ def _rows(path: Path) -> list[Any]:
             rows: list[Any] = from_json(joined)  # takes half the time of the standard library
         except ValueError:
             rows = json.loads(joined)  # accepts more, such as NaN
-        return rows if safe_text.is_plain(whole) else list(map(safe_text.value, rows))
+        rows = rows if safe_text.is_plain(whole) else list(map(safe_text.value, rows))
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path.parent}: {path.name} is damaged ({error})") from None
+        raise damaged(path.parent, f"{path.name} is not valid JSON ({error})") from None
+    if not _fit(rows):
+        for number, row in enumerate(rows, 1):
+            if (what := _problem(row)) is not None:
+                raise damaged(path.parent, f"{path.name}, line {number}: {what}")
+    return rows
+
+
+@cache
+def _rules() -> dict[str, Rule]:
+    kind = Rule(frozenset({str}))
+    rules = {name: rule_of(sample) for name, sample in SAMPLE_TYPES.items()}
+    return {
+        name: dataclasses.replace(rule, fields={"kind": kind, **(rule.fields or {})}) for name, rule in rules.items()
+    }
+
+
+def _fit(rows: list[Any]) -> bool:
+    """Whether every row is a sample with values that can be, by columns: fast, without saying which is not."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for row in rows:
+            by_kind.setdefault(row["kind"], []).append(row)
+    except (TypeError, KeyError):
+        return False
+    rules = _rules()
+    return all(kind in rules and rules[kind].fits(own) for kind, own in by_kind.items())
+
+
+def _problem(row: Any) -> str | None:
+    """What is wrong with one row."""
+    kind = row.get("kind") if isinstance(row, dict) else None
+    if not isinstance(kind, str) or kind not in SAMPLE_TYPES:
+        got = f"the kind {kind!r:.60}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        return f"got {got}, expected an object of a kind that this version of Paceline knows"
+    return _rules()[kind].problem(row)
 
 
 # --- attempts ---

@@ -10,7 +10,7 @@ DIR/<experiment>/<run_id>/
   loadgen-*-<rank>.*  LoadGen's own logs, if it sent requests
   log.txt             everything the processes printed
   clocks.json         clock offsets of other hosts, if some took part
-  status.json         how it ended (controller, last): its existence means complete
+  status.json         how it ended, with a digest of each file (controller, last): without it, not complete
   checkpoints/        the last two checkpoints; removed when the run ended ok
   samples-<rank>.<n>.jsonl, samples-attempts.jsonl, restarts/<n>/    lost attempts of this launch
   attempts/<n>/       files of earlier launches: interrupted, or repeated because their trust light was red
@@ -38,14 +38,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.errors import RequestError, StoreError
+from paceline.errors import RequestError, StoreError, damaged
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.files import write_atomically
 from paceline.host.processes import end_with_parent
-from paceline.results import safe_text, samples
-from paceline.results.records import SAMPLE_TYPES, SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
+from paceline.results import safe_text, samples, sealing
+from paceline.results.records import SAMPLE_TYPES, SCHEMA, End, Evidence, Outcome, RunRecord, Sample, Status
 from paceline.results.samples import StepSeries
+from paceline.results.validity import Rule, machine_rule, rule_of
 
 PHASES = (
     *("start", "setup", "data", "forward", "backward", "optimizer", "checkpoint"),
@@ -90,7 +91,8 @@ def set_aside(run_dir: Path) -> None:
     if left := [path for path in run_dir.iterdir() if path.name != EARLIER]:
         target = run_dir / EARLIER / str(last_set_aside(run_dir) + 1)
         target.mkdir(parents=True)
-        for path in left:
+        # The seal first: without it, the directory is not complete.
+        for path in sorted(left, key=lambda path: path.name != sealing.FILE):
             path.rename(target / path.name)
 
 
@@ -105,14 +107,14 @@ def restore(run_dir: Path, number: int) -> None:
     set_aside(run_dir)
     source = run_dir / EARLIER / str(number)
     # The seal last: without it, the directory is not complete.
-    for path in sorted(source.iterdir(), key=lambda path: path.name == "status.json"):
+    for path in sorted(source.iterdir(), key=lambda path: path.name == sealing.FILE):
         path.rename(run_dir / path.name)
     source.rmdir()
 
 
 def note_repeats(run_dir: Path, count: int) -> None:
     """Add to the seal how often the run was launched again because of its trust light."""
-    write_json(run_dir / "status.json", {**read_json(run_dir / "status.json"), "repeated": count})
+    sealing.amend(run_dir, repeated=count)
 
 
 def seal(
@@ -121,11 +123,11 @@ def seal(
     """Write the last file of a run. lost: nodes that were lost and that the run continued without."""
     error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
-    write_json(run_dir / "status.json", {**body, **({"lost_nodes": list(lost)} if lost else {})})
+    sealing.write(run_dir, {**body, **({"lost_nodes": list(lost)} if lost else {})})
 
 
 def is_sealed(run_dir: Path) -> bool:
-    return (run_dir / "status.json").is_file()
+    return (run_dir / sealing.FILE).is_file()
 
 
 @contextlib.contextmanager
@@ -213,39 +215,59 @@ def read_progress(run_dir: Path) -> tuple[Progress, ...]:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """The record of a finished run; StoreError if it is not finished or cannot be read."""
+    """The record of a finished run; StoreError if it is not finished, DamagedRunError if it is not what was sealed."""
     if not is_sealed(run_dir):
         raise StoreError(f"{run_dir}: not finished (running or interrupted)")
-    status = read_json(run_dir / "status.json")
+    record = _assemble(run_dir, read_end(run_dir))
+    name = run_dir.resolve().name
+    # Characters that were made safe to print count as they are.
+    if record.spec.run_id != name and spec_of((run_dir / "spec.json").read_text(encoding="utf-8")).run_id != name:
+        raise damaged(run_dir, f"the directory is not named {record.spec.run_id!r}, as its spec.json says")
+    return record
+
+
+def read_end(run_dir: Path) -> End:
+    """How a finished run ended; DamagedRunError if one of its files is not what was sealed."""
+    body = sealing.read(run_dir)
+    with _naming(run_dir, sealing.FILE):
+        own = {name: safe_text.value(body[name]) for name in _END_FIELDS if name in body}
+        raw = _checked(own, rule_of(End))
+        error = raw["error"] and redaction.clean_text(raw["error"])
+        lost = tuple(raw.get("lost_nodes", ()))
+        return End(**{**raw, "status": Status(raw["status"]), "error": error, "lost_nodes": lost})
+
+
+_END_FIELDS = tuple(field.name for field in dataclasses.fields(End))
+
+
+@contextlib.contextmanager
+def _naming(run_dir: Path, name: str) -> Iterator[None]:
+    """Turn what is wrong with the content of a file into damage that names the file."""
     try:
-        record = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
-        lost, repeated = tuple(map(int, status.get("lost_nodes", ()))), int(status.get("repeated", 0))
-        return dataclasses.replace(record, lost_nodes=lost, repeated=repeated)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
-    except RequestError as error:
-        raise StoreError(f"{run_dir}: {error}") from None
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, RequestError) as error:
+        raise damaged(run_dir, f"{name}: {error}") from None
+
+
+def _checked(raw: dict[str, Any], rule: Rule) -> dict[str, Any]:
+    if (problem := rule.problem(raw)) is not None:
+        raise ValueError(problem)
+    return raw
 
 
 def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecord:
     """The record of a run without status.json, which the controller reads before it decides the status.
 
-    StoreError if a file that a rank left cannot be read.
+    DamagedRunError if a file that a rank left cannot be used.
     """
-    try:
-        return _assemble(run_dir, Status.OK, None, started_at, ended_at)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
+    return _assemble(run_dir, End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at))
 
 
-def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
+def _assemble(run_dir: Path, end: End) -> RunRecord:
     joined = samples.read(sorted(run_dir.glob("samples-*.jsonl")))
     return RunRecord(
+        **{name: getattr(end, name) for name in _END_FIELDS},
         spec=read_spec(run_dir),
-        status=status,
-        error=error and redaction.clean_text(error),
-        started_at=started_at,
-        ended_at=ended_at,
         path=str(run_dir),
         outcomes=read_outcomes(run_dir),
         machines=read_machines(run_dir),
@@ -265,7 +287,12 @@ _FIELDS = {
 
 
 def read_spec(run_dir: Path) -> RunSpec:
-    return RunSpec.from_dict(_current(read_json(run_dir / "spec.json"), run_dir))
+    raw = _current(read_json(run_dir / "spec.json"), run_dir)
+    with _naming(run_dir, "spec.json"):
+        spec = RunSpec.from_dict(raw)
+        # Computed here, an id that cannot be computed is damage, and processes that read for others send it with it.
+        _ = spec.run_id, spec.cell, spec.work
+        return spec
 
 
 def spec_of(text: str) -> RunSpec:
@@ -285,20 +312,24 @@ def _current(raw: Mapping[str, Any], run_dir: Path | str) -> Mapping[str, Any]:
 
 def read_machines(run_dir: Path) -> tuple[dict[str, Any], ...]:
     """The recorded facts of every host, redacted by today's rules."""
-    return tuple(redaction.clean_facts(read_json(path))[0] for path in sorted(run_dir.glob("machine-*.json")))
+    machines = []
+    for path in sorted(run_dir.glob("machine-*.json")):
+        with _naming(run_dir, path.name):
+            machines.append(_checked(redaction.clean_facts(read_json(path))[0], machine_rule()))
+    return tuple(machines)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose texts are safe to print."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         value = safe_text.document(json.loads(text), text)
     except FileNotFoundError:
-        raise StoreError(f"{path.parent}: {path.name} is missing") from None
+        raise damaged(path.parent, f"{path.name} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
+        raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
     if not isinstance(value, dict):
-        raise StoreError(f"{path.parent}: {path.name} is a {type(value).__name__}, not an object")
+        raise damaged(path.parent, f"{path.name} is a {type(value).__name__}, not an object")
     return value
 
 
@@ -312,22 +343,11 @@ def reported_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
     """As `read_outcomes`, after the ranks have ended: a damaged file means that its rank failed, and says so."""
     outcomes = []
     for path in run_dir.glob("outcome-*.json"):
-        try:
-            outcomes.append(_read_outcome(path))
-        except StoreError as damage:
-            number, now = path.stem.removeprefix("outcome-"), time.time()
-            outcomes.append(
-                Outcome(
-                    # Without a number in its name, no rank has this outcome, but the run still fails.
-                    rank=int(number) if _RANK_NUMBER.fullmatch(number) else -1,
-                    status=Status.FAILED,
-                    error=str(damage),
-                    host="",
-                    pid=0,
-                    started_at=now,
-                    ended_at=now,
-                )
-            )
+    """The record of a run without status.json, which the controller reads before it decides the status.
+
+    DamagedRunError if a file that a rank left cannot be used.
+    """
+    return _assemble(run_dir, End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at))
     return tuple(sorted(outcomes, key=lambda o: o.rank))
 
 
@@ -405,12 +425,9 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
 
 def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
     try:
-        record = read_run(run_dir)
+        return read_run(run_dir)
     except StoreError as error:
         return StoreError(safe_text.text(str(error)))
-    # A spec caches its ids: computed here, they are sent back with it.
-    _ = record.spec.run_id, record.spec.cell, record.spec.work
-    return record
 
 
 def _prepare_reader() -> None:

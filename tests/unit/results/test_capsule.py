@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -36,16 +37,18 @@ MACHINE = {
 
 MakeSpec = Callable[..., RunSpec]
 MakeRun = Callable[..., Path]
+Reseal = Callable[..., None]
 
 
 @pytest.fixture
-def runs(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> Path:
+def runs(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, reseal: Reseal) -> Path:
     """Two sealed runs with logs, and one that was interrupted."""
     out = tmp_path / "results"
     for strategy in ("ddp", "fsdp2"):
         run_dir = make_run(out, make_spec(strategy))
         store.write_json(run_dir / "machine-node-a.json", MACHINE)
         (run_dir / "log.txt").write_text("step 1\n")
+        reseal(run_dir)
     make_run(out, make_spec("zero:stage=1"), status=None)
     return out
 
@@ -61,9 +64,12 @@ def texts(path: Path) -> dict[str, bytes]:
 
 
 def rewritten(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
-    """The capsule with other files in it, packed well, as someone who edits it would."""
+    """The capsule with other files in it, packed well and with a digest that agrees, as someone who edits it would."""
     files = texts(path)
     change(files)
+    with contextlib.suppress(RecursionError):
+        manifest = json.loads(files["capsule/manifest.json"])
+        files["capsule/manifest.json"] = json.dumps(manifest | {"digest": capsule._digest(manifest)}).encode()
     target = path.with_name(f"changed-{path.name}")
     with tarfile.open(target, "w:gz") as tar:
         for name, content in files.items():
@@ -89,10 +95,11 @@ class TestPacking:
             r.spec.run_id: (r.steps, r.outcomes, r.machines) for r in after
         }
 
-    def test_gauges_travel_with_the_run(self, runs: Path, tmp_path: Path) -> None:
+    def test_gauges_travel_with_the_run(self, runs: Path, tmp_path: Path, reseal: Reseal) -> None:
         run_dir = next(d for d in store.run_dirs(runs) if store.is_sealed(d))
         sample = GaugeSample(rank=0, host="node-a", at_s=1.5, device=0, power_w=500.0, throttle_reasons=("heat",))
         (run_dir / "samples-gauges-0.jsonl").write_text(store.sample_line(sample))
+        reseal(run_dir)
         after, _ = capsule.read_runs(capsule.pack(runs, tmp_path / "c.tar.gz").path)
         assert {r.gauges for r in after} == {(sample,), ()}, "as it was written; a run without any is read as ever"
 
@@ -110,10 +117,11 @@ class TestPacking:
         assert not any(name.endswith("log.txt") for name in names(without))
         assert sum(name.endswith("log.txt") for name in names(with_logs)) == 2
 
-    def test_a_link_is_not_followed(self, runs: Path, tmp_path: Path) -> None:
+    def test_a_link_is_not_followed(self, runs: Path, tmp_path: Path, reseal: Reseal) -> None:
         (tmp_path / "private.jsonl").write_text("")
         run_dir = next(d for d in store.run_dirs(runs) if store.is_sealed(d))
         (run_dir / "samples-7.jsonl").symlink_to(tmp_path / "private.jsonl")
+        reseal(run_dir)
         assert not any("samples-7" in name for name in names(capsule.pack(runs, tmp_path / "c.tar.gz").path))
 
     def test_the_manifest_tells_versions_and_revision(self, runs: Path, tmp_path: Path) -> None:
@@ -238,12 +246,11 @@ class TestSecrets:
         assert not (tmp_path / "c.tar.gz").exists()
 
     def test_the_user_is_told_and_the_record_still_reads(
-        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, golden: object
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, reseal: Reseal, golden: object
     ) -> None:
-        run_dir = make_run(tmp_path / "r", make_spec(), status=Status.FAILED, error="fetch HERE")
+        run_dir = make_run(tmp_path / "r", make_spec(), status=Status.FAILED)
         # As an older version wrote it: today's takes a secret out before it is stored.
-        sealed = (run_dir / "status.json").read_text()
-        (run_dir / "status.json").write_text(sealed.replace("HERE", "https://me:hunter22@example.org"))
+        reseal(run_dir, error="fetch https://me:hunter22@example.org")
         packed = capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
         assert packed.notes[0] == golden
         (record,) = capsule.read_runs(packed.path)[0]

@@ -54,6 +54,10 @@ def view_lines(view: CampaignView) -> Iterator[str]:
         yield f"  interrupted: {run}" + (f" ({job}; {resumer} will adopt it)" if job else "")
     if len(view.interrupted) > MOST_NAMED:
         yield f"  and {len(view.interrupted) - MOST_NAMED} more interrupted"
+    for run, what in list(view.damaged.items())[:MOST_NAMED]:
+        yield f"  {run}: {what}"
+    if len(view.damaged) > MOST_NAMED:
+        yield f"  and {len(view.damaged) - MOST_NAMED} more damaged"
 
 
 def left_jobs_text(view: CampaignView) -> str:
@@ -71,7 +75,8 @@ def state_text(view: CampaignView) -> str:
     text = f"{ended} of {view.planned} runs ended ({by_status})"
     if view.running:
         return f"{text}; running, {left_text(view.left_s)}"
-    left = view.planned - ended
+    # Damaged runs are run again.
+    left = view.planned - ended + len(view.damaged)
     return f"{text}; not running, {left} left: repeat the command to continue" if left else f"{text}; complete"
 
 

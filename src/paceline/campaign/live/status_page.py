@@ -117,8 +117,9 @@ def tables(now: State) -> Iterator[Table]:
         report = f"{_name(now, view)}/report.html"
         is_bad = set(view.ended) - {Status.OK, Status.UNSUPPORTED} or view.interrupted
         name = Cell(_name(now, view), link=report if (now.out / report).is_file() else "")
-        text, jobs = status.state_text(view), status.left_jobs_text(view)
-        rows.append((name, Cell(text, jobs, "bad" if is_bad else "")))
+        text, notes = status.state_text(view), [f"{run}: {what}" for run, what in view.damaged.items()]
+        notes = [*filter(None, [status.left_jobs_text(view)]), *notes]
+        rows.append((name, Cell(text, "; ".join(notes), "bad" if is_bad else "")))
     if rows:
         yield Table("Experiments", (Column("experiment"), Column("state", prose=True)), tuple(rows))
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,7 +97,9 @@ def campaign(
             if not leads_on(requested):
                 continue
             # A search: the workload derives the next run from the results, until it repeats itself.
-            records = [store.read_run(out / each.experiment / each.run_id) for each in series]
+            records = read_finished(out / each.experiment / each.run_id for each in series)
+            if len(records) < len(series):
+                continue
             following = load("workloads", requested.workload.name).follow(requested, records)
             if following is not None and following not in series:
                 series.append(following)
@@ -138,7 +140,7 @@ def _run_until(
                 runs.append(spec)
                 run(spec)
                 took[spec.cell] = time.monotonic() - begun
-        records = [store.read_run(path) for spec in runs if store.is_sealed(path := directory / spec.run_id)]
+        records = read_finished(directory / spec.run_id for spec in runs)
         known, spent_s = precision_of(records), time.monotonic() - began
         # A launch takes longer than its steps: a rank imports torch, and the certificate is checked.
         known = {cell: replace(own, seconds=max(own.seconds, took.get(cell, 0.0))) for cell, own in known.items()}
@@ -289,8 +291,17 @@ def _is_left(spec: RunSpec, out: Path, retry: bool) -> bool:
     return unsupported(spec) is None and _sealed_status(out / spec.experiment / spec.run_id, retry) is None
 
 
+def read_finished(run_dirs: Iterable[Path]) -> list[RunRecord]:
+    """The records of the runs that are finished; a run that was damaged since is left out."""
+    records = []
+    for run_dir in run_dirs:
+        with contextlib.suppress(StoreError):
+            records.append(store.read_run(run_dir))
+    return records
+
+
 def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | None:
-    """Status and error of a finished run; None if it has to run (again)."""
+    """Status and error of a finished run; None if it has to run (again), as a damaged one does."""
     if not store.is_sealed(run_dir):
         return None
     try:
@@ -398,7 +409,7 @@ def launch_once(
             light = launch_trust(record) if status is Status.OK else None
         except StoreError as damage:
             # A node may have left anything. The other runs of the campaign go on.
-            status, error = Status.FAILED, str(damage)
+            status, error = Status.FAILED, str(damage).removeprefix(f"{run_dir}: ")
     store.seal(run_dir, status, error, started_at, ended_at, lost)
     return status, error, light
 
@@ -480,7 +491,8 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
         raise RequestError(f"got {str(directory)!r}, which does not exist; expected a results directory or capsule.")
     launches, skipped = store.read_launches(directory) if directory.is_dir() else capsule.read_runs(directory)
     if (directory / "spec.json").is_file() and launches:
-        launches += capsule.references_beside(directory, launches[0])
+        references, unreadable = capsule.references_beside(directory, launches[0])
+        launches, skipped = [*launches, *references], [*skipped, *unreadable]
     if not launches and not skipped:
         raise RequestError(f"got {str(directory)!r}, which contains no runs; expected a directory from `paceline run`.")
     return launches, skipped

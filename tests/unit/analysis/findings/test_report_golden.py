@@ -96,11 +96,12 @@ def write(out: Path, record: RunRecord) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, records: list[RunRecord]) -> Path:
+def folder(tmp_path: Path, records: list[RunRecord], reseal: Build) -> Path:
     """The records as files, some of which a killed process, an older Paceline or an accident have touched."""
     folders = [write(tmp_path, record) for record in records]
     for run_dir, change in zip(folders[1:], (_cut, _other_layout, _interleaved), strict=False):
         change(run_dir / "samples-0.jsonl")
+        reseal(run_dir)
     damaged = write(tmp_path, dataclasses.replace(records[1], spec=dataclasses.replace(records[1].spec, repeat=7)))
     path = damaged / "samples-1.jsonl"
     path.write_text(path.read_text().replace('"rank"', '"ra', 1))

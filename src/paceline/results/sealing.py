@@ -1,0 +1,147 @@
+"""The seal of a run: status.json, written last, with size and SHA-256 of every other file of the run directory.
+
+A sealed run is checked before anything of it is used. What was cut, edited, added, removed or renamed afterwards makes
+the run damaged, and the message names the file. The seal also protects itself: `seal` is the SHA-256 of its other
+fields. It detects damage and careless edits; a forger can write a new seal, which the digest of a capsule detects.
+
+Progress files, which ranks overwrite in place, and directories (checkpoints, earlier attempts) are not part of it. Logs
+may grow: a process that ends late still prints its last line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import damaged
+from paceline.host.files import sync, write_atomically
+
+FILE = "status.json"
+# Files that are read as results: one that the seal does not list was added later.
+READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|outcome-.*\.json|machine-.*\.json")
+_LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
+_GROWING = re.compile(r".*\.txt")
+_CHUNK = 1 << 20
+# Times of files are not finer than this: a file that changed so recently may change again without a trace in them.
+_SETTLED_NS = 2 * 10**9
+
+# Directories that were found intact, with the state of their files as far as `stat` shows it.
+_intact: dict[Path, object] = {}
+
+
+# --- writing ---
+
+
+def write(run_dir: Path, body: Mapping[str, Any]) -> None:
+    """Seal the directory. All files are on the disk before the seal gets its name, so a power loss leaves the whole run
+    or a run without a seal."""
+    paths = sorted(path for path in run_dir.iterdir() if path.is_file() and not _LEFT_OUT.fullmatch(path.name))
+    files = {}
+    for path in paths:
+        with path.open("rb") as file:
+            files[path.name] = entry_of(file)
+            os.fsync(file.fileno())
+    sync(run_dir)
+    sync(run_dir.parent)
+    write_atomically(run_dir / FILE, text_of({**body, "files": files}), durable=True)
+
+
+def amend(run_dir: Path, **changes: Any) -> None:
+    """Replace fields of a seal; the files that it lists stay the same."""
+    write_atomically(run_dir / FILE, text_of({**_read(run_dir), **changes}), durable=True)
+
+
+def text_of(body: Mapping[str, Any]) -> str:
+    """The text of status.json, with the digest over its other fields."""
+    fields = {key: value for key, value in body.items() if key != "seal"}
+    return json.dumps({**fields, "seal": _own_digest(fields)}, indent=1, allow_nan=False) + "\n"
+
+
+def entry_of(file: BinaryIO, size: int | None = None) -> dict[str, Any]:
+    """Size and SHA-256 of a file, or of its first `size` bytes."""
+    digest, count = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK if size is None else min(_CHUNK, size - count)):
+        digest.update(chunk)
+        count += len(chunk)
+    return {"bytes": count, "sha256": digest.hexdigest()}
+
+
+# --- checking ---
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    """The fields of the seal of an intact run; DamagedRunError names the file that is not intact.
+
+    A directory that did not change is checked once per process.
+    """
+    body = _read(run_dir)
+    state = {path.name: _state(path) for path in run_dir.iterdir()}
+    if _intact.get(run_dir) != state:
+        _intact.pop(run_dir, None)
+        began_ns = time.time_ns()
+        _check(run_dir, body)
+        if all(max(times) < began_ns - _SETTLED_NS for _, _, _, *times in state.values()):
+            _intact[run_dir] = state
+    return body
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    facts = path.lstat()
+    return facts.st_mode, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    """status.json as it is, because its digest covers each character; ValueError and OSError become damage."""
+    try:
+        body = json.loads((run_dir / FILE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(run_dir, f"{FILE} cannot be read ({error})") from None
+    if not isinstance(body, dict):
+        raise damaged(run_dir, f"{FILE} is a {type(body).__name__}, expected an object")
+    return body
+
+
+def _check(run_dir: Path, body: Mapping[str, Any]) -> None:
+    fields = {key: value for key, value in body.items() if key != "seal"}
+    files = fields.get("files")
+    if not isinstance(files, dict) or "seal" not in body:
+        raise damaged(run_dir, f"{FILE} has no digests of the files")
+    if body["seal"] != _own_digest(fields):
+        raise damaged(run_dir, f"{FILE} was changed after the run ended")
+    for name, entry in files.items():
+        _check_file(run_dir, name, entry)
+    for path in sorted(run_dir.iterdir()):
+        if READ.fullmatch(path.name) and path.name not in files:
+            raise damaged(run_dir, f"{path.name} was added after the run ended")
+
+
+def _check_file(run_dir: Path, name: str, entry: object) -> None:
+    wanted = entry.get("bytes") if isinstance(entry, dict) else None
+    if type(wanted) is not int or Path(name).name != name:
+        raise damaged(run_dir, f"{FILE}: got {name!r} with {entry!r:.100}, expected a file name, a size and a SHA-256")
+    path = run_dir / name
+    try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise damaged(run_dir, f"{name} is not a regular file")
+        if facts.st_size < wanted or (facts.st_size > wanted and not _GROWING.fullmatch(name)):
+            raise damaged(run_dir, f"{name}: got {facts.st_size} bytes, expected {wanted}")
+        with path.open("rb") as file:
+            intact = entry_of(file, wanted) == entry
+    except FileNotFoundError:
+        raise damaged(run_dir, f"{name} is missing") from None
+    except OSError as error:
+        raise damaged(run_dir, f"{name} cannot be read ({error.strerror})") from None
+    if not intact:
+        raise damaged(run_dir, f"{name} was changed after the run ended")
+
+
+def _own_digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
