@@ -14,9 +14,13 @@ def add_verbs(verbs: Any) -> None:
         verbs, "capsule", capsule, "pack finished runs into one archive that can be read and replayed later"
     )
     verb.add_argument("directory", type=Path, metavar="RUN|DIR", help="a run, an experiment or a results directory")
-    verb.add_argument("target", type=Path, metavar="FILE", help="the archive to write, such as out.tar.gz")
+    verb.add_argument("target", type=Path, metavar="FILE", nargs="?", help="the archive to write, such as out.tar.gz")
     verb.add_argument("--logs", action="store_true", help="include the logs and the start commands")
     verb.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    verb.add_argument(
+        "--verify", action="store_true", help="check an archive instead: `capsule --verify FILE --digest HEX`"
+    )
+    verb.add_argument("--digest", metavar="HEX", help="the digest that was printed when the archive was written")
     verb = add_verb(verbs, "replay", replay, "run a capsule again and check whether it reproduces within the intervals")
     verb.add_argument("capsule", type=Path, metavar="CAPSULE", help="an archive written by `paceline capsule`")
     add_out_option(verb, "directory for the new runs", "replays")
@@ -33,12 +37,23 @@ def add_verbs(verbs: Any) -> None:
 
 
 def capsule(arguments: argparse.Namespace) -> int:
-    from paceline.results.capsule import pack
+    from paceline.errors import RequestError, require
+    from paceline.results.capsule import pack, verify
 
-    packed = pack(arguments.directory, arguments.target, logs=arguments.logs, force=arguments.force)
+    if arguments.verify:
+        require(arguments.target is None, "capsule --verify", str(arguments.target), "one archive")
+        packed = verify(arguments.directory, arguments.digest)
+    else:
+        if arguments.target is None:
+            raise RequestError("capsule: got no FILE, expected an archive to write, such as out.tar.gz.")
+        require(arguments.digest is None, "--digest", arguments.digest, "--verify beside it")
+        packed = pack(arguments.directory, arguments.target, logs=arguments.logs, force=arguments.force)
     for note in packed.notes:
         print(note)
     print(f"{packed.path}: {packed.runs} runs, {packed.path.stat().st_size:,} bytes, sha256 {packed.sha256}")
+    print(f"digest {packed.digest}")
+    if arguments.verify:
+        print(f"Every file is as it was packed{', and the digest is the one given' if arguments.digest else ''}.")
     return OK
 
 

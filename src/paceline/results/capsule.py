@@ -271,7 +271,7 @@ def verify(path: Path, expected: str | None = None) -> Packed:
         raise RequestError(
             f"{path}: got digest {digest}, expected {expected}. It is not the capsule that was published."
         )
-    return Packed(path, len(records), sha256, digest, tuple(manifest["left_out"]))
+    return Packed(path, len(records), sha256, digest, tuple(f"left out: {text}" for text in manifest["left_out"]))
 
 
 def read_runs(path: Path) -> tuple[list[RunRecord], list[str]]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from operator import attrgetter, eq, itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast, overload
 
 from paceline.errors import damaged
 from paceline.results import safe_text
@@ -159,11 +159,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def _rules() -> dict[str, Rule]:
-    kind = Rule(frozenset({str}))
-    rules = {name: rule_of(sample) for name, sample in SAMPLE_TYPES.items()}
-    return {
-        name: dataclasses.replace(rule, fields={"kind": kind, **(rule.fields or {})}) for name, rule in rules.items()
-    }
+    rules = {kind: rule_of(cast(type, sample)) for kind, sample in SAMPLE_TYPES.items()}
+    more = {"kind": Rule(frozenset({str}))}
+    return {kind: dataclasses.replace(rule, fields={**more, **(rule.fields or {})}) for kind, rule in rules.items()}
 
 
 def _fit(rows: list[Any]) -> bool:

@@ -246,7 +246,8 @@ def _naming(run_dir: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, RequestError) as error:
-        raise damaged(run_dir, f"{name}: {error}") from None
+        # One line, however much of the file the message repeats.
+        raise damaged(run_dir, f"{name}: {' '.join(str(error)[:300].split())}") from None
 
 
 def _checked(raw: dict[str, Any], rule: Rule) -> dict[str, Any]:
@@ -343,11 +344,22 @@ def reported_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
     """As `read_outcomes`, after the ranks have ended: a damaged file means that its rank failed, and says so."""
     outcomes = []
     for path in run_dir.glob("outcome-*.json"):
-    """The record of a run without status.json, which the controller reads before it decides the status.
-
-    DamagedRunError if a file that a rank left cannot be used.
-    """
-    return _assemble(run_dir, End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at))
+        try:
+            outcomes.append(_read_outcome(path))
+        except StoreError as damage:
+            number, now = path.stem.removeprefix("outcome-"), time.time()
+            outcomes.append(
+                Outcome(
+                    # Without a number in its name, no rank has this outcome, but the run still fails.
+                    rank=int(number) if _RANK_NUMBER.fullmatch(number) else -1,
+                    status=Status.FAILED,
+                    error=str(damage),
+                    host="",
+                    pid=0,
+                    started_at=now,
+                    ended_at=now,
+                )
+            )
     return tuple(sorted(outcomes, key=lambda o: o.rank))
 
 
@@ -368,21 +380,15 @@ _LATEST_S = 1e10
 
 def _read_outcome(path: Path) -> Outcome:
     raw = read_json(path)
-    damaged = f"{path.parent}: {path.name} is damaged"
-    try:
-        evidence, error = raw.pop("evidence", None), raw["error"]
-        status = Status(raw.pop("status"))
-        raw["error"] = error and redaction.clean_text(error[:_MOST_TEXT])
-        outcome = Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None)
-    except (KeyError, TypeError, ValueError, AttributeError) as reason:
-        why = f"{type(reason).__name__}: {str(reason)[:200]}"
-        raise StoreError(f"{damaged}: it does not fit the schema ({why})") from None
-    whole = all(type(value) is int for value in (outcome.rank, outcome.pid)) and 0 <= outcome.pid < 1 << 32
-    times = (outcome.started_at, outcome.ended_at)
-    timed = all(type(value) in (int, float) and abs(value) < _LATEST_S for value in times)
-    named = isinstance(outcome.host, str) and isinstance(outcome.error, str | None)
-    if not (whole and timed and named) or path.stem != f"outcome-{outcome.rank}":
-        raise StoreError(f"{damaged} (a field has the wrong type, or the rank differs from the file's name)")
+    with _naming(path.parent, path.name):
+        evidence = _checked(raw, rule_of(Outcome)).pop("evidence", None)
+        error = raw["error"] and redaction.clean_text(raw["error"][:_MOST_TEXT])
+        own = {**raw, "status": Status(raw["status"]), "error": error}
+        outcome = Outcome(**own, evidence=Evidence(**evidence) if evidence else None)
+        if str(outcome.rank) != path.stem.removeprefix("outcome-"):
+            raise ValueError(f"rank: got {outcome.rank}, expected the number in the file's name")
+        if outcome.pid >= 1 << 32 or max(outcome.started_at, outcome.ended_at) >= _LATEST_S:
+            raise ValueError("a process id or a time that cannot be")
     return outcome
 
 

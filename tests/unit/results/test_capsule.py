@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -402,6 +403,66 @@ class TestVerifying:
         with pytest.raises(RequestError) as caught:
             capsule.read_runs(tmp_path / "x")
         assert str(caught.value) == golden
+
+
+class TestDigest:
+    """A published capsule can be shown to be the one that was measured."""
+
+    def test_it_is_printed_and_can_be_checked(
+        self, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        target = tmp_path / "c.tar.gz"
+        assert cli.main(["capsule", str(runs), str(target)]) == 0
+        printed = capsys.readouterr().out
+        digest = re.search(r"^digest ([0-9a-f]{64})$", printed, re.MULTILINE)
+        sha256 = re.search(r"sha256 ([0-9a-f]{64})$", printed, re.MULTILINE)
+        assert digest
+        assert sha256
+        assert json.loads(texts(target)["capsule/manifest.json"])["digest"] == digest[1]
+        for known in (digest[1], sha256[1], digest[1].upper()):
+            assert cli.main(["capsule", "--verify", str(target), "--digest", known]) == 0
+            assert "the digest is the one given" in capsys.readouterr().out
+        assert cli.main(["capsule", "--verify", str(target)]) == 0
+
+    def test_it_does_not_depend_on_the_compression(self, runs: Path, tmp_path: Path) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz")
+        packed.path.write_bytes(gzip.compress(gzip.decompress(packed.path.read_bytes()), 1))
+        again = capsule.verify(packed.path, packed.digest)
+        assert again.digest == packed.digest
+        assert again.sha256 != packed.sha256
+
+    def test_other_runs_with_a_manifest_that_agrees_are_seen(
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, make_step: Callable[..., Any], golden: object
+    ) -> None:
+        """Somebody measures again, or rewrites samples, seal and manifest: only the published digest shows it."""
+        spec, digests = make_spec("ddp", 1), []
+        for name, duration_s in (("a", 0.5), ("b", 0.4)):
+            make_run(tmp_path / name, spec, samples=[make_step(0, 0, duration_s=duration_s)])
+            digests.append(capsule.pack(tmp_path / name, tmp_path / f"{name}.tar.gz").digest)
+        with pytest.raises(RequestError) as caught:
+            capsule.verify(tmp_path / "b.tar.gz", digests[0])
+        assert str(caught.value).replace(digests[0], "FIRST").replace(digests[1], "SECOND") == golden
+
+    def test_a_manifest_that_was_edited_is_refused(self, runs: Path, tmp_path: Path, golden: object) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        files = texts(packed)
+        manifest = json.loads(files["capsule/manifest.json"]) | {"paceline_version": "99"}
+        files["capsule/manifest.json"] = json.dumps(manifest).encode()
+        with tarfile.open(packed, "w:gz") as tar:
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        with pytest.raises(RequestError) as caught:
+            capsule.verify(packed)
+        assert str(caught.value) == golden
+
+    @pytest.mark.parametrize("more", [["x.tar.gz", "--digest", "00"], ["x.tar.gz", "--verify"], []])
+    def test_a_wrong_request_is_one_sentence(
+        self, runs: Path, more: list[str], capsys: pytest.CaptureFixture[str], golden: object
+    ) -> None:
+        assert cli.main(["capsule", str(runs), *more]) == 2
+        assert capsys.readouterr().err == golden
 
 
 class TestRecipe:
