@@ -227,8 +227,9 @@ def _listen(member: Member, wait_s: float) -> socket.socket:
             return _listen_everywhere(member.port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                why = os.strerror(error.errno or 0)
                 raise LaunchError(
-                    f"port {member.port} of node 0 ({member.host}) cannot be opened ({os.strerror(error.errno or 0)}); try: "
+                    f"port {member.port} of node 0 ({member.host}) cannot be opened ({why}); try: "
                     f"ss -ltnp 'sport = :{member.port}', or choose another port for the launcher"
                 ) from None
             time.sleep(RETRY_S)
