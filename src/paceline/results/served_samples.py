@@ -76,7 +76,8 @@ class StageSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSample:
     """One replica as its engine started or found it: host, version, devices and settings. died_ns: when the client
-    found it dead, None if it stayed alive. reassigned counts its samples that others took. model is the name in
+    found it dead, None if it stayed alive. silent_ns: when it stopped answering and when a probe was answered again,
+    alternating; it got no requests in between. reassigned counts its samples that others took. model is the name in
     requests, which the server listed or the user gave; answered_as are the names in its answers, if it gives any."""
 
     kind: ClassVar[str] = "replica"
@@ -93,6 +94,7 @@ class ReplicaSample:
     reassigned: int = 0
     settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     answered_as: tuple[str, ...] = ()
+    silent_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

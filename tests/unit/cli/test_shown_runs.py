@@ -40,6 +40,13 @@ def test_limits_and_a_client_that_is_not_believed_are_told(golden: object) -> No
     assert "459" in found[1]
 
 
+def test_a_replica_that_was_silent_is_named_with_its_times() -> None:
+    replicas = (replica(0), replica(1, silent_ns=(3 * S, 5 * S, 8 * S), reassigned=2))
+    text = "\n".join(shown(record([request(n) for n in range(3)], replicas=replicas)))
+    silent = "silent from 3.0 s to 5.0 s, silent from 8.0 s to the end, 2 of its samples reassigned to others"
+    assert f"replica 1 on node-1, model tiny: 0 requests, 0 failed, {silent}" in text
+
+
 def test_a_replica_that_died_is_named(golden: object) -> None:
     replicas = (replica(0), replica(1, died_ns=3 * S, reassigned=2))
     assert shown(record([request(0), request(1, replica=1)], replicas=replicas))[-2:] == golden

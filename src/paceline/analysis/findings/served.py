@@ -216,7 +216,7 @@ class LoadOfRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOfRun:
     """One replica of a run. died_s counts from the start of the run, None if it survived; reassigned are its samples
-    taken by others.
+    taken by others. silent_s: when it stopped answering and when it answered again, alternating.
     """
 
     replica: int
@@ -226,6 +226,7 @@ class ReplicaOfRun:
     failed: int
     died_s: float | None
     reassigned: int
+    silent_s: tuple[float, ...] = ()
 
 
 TTFT, TPOT, LATENCY = "ttft", "tpot", "latency"

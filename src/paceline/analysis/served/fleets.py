@@ -231,14 +231,26 @@ def _sentences(
         time = f"{straggler_s / wall_s:.0%} of the time"
         yield f"Replica {last.replica} worked alone for {time}, after the others had ended."
     for share in shares:
+        where = f"replica {share.replica}" + (f" on {share.host}" if share.host else "")
         if share.died_s is not None:
-            died = f"Failed: replica {share.replica} died after {share.died_s:.1f} s"
-            yield f"{died}; others took {share.reassigned} of its samples."
+            yield f"Failed: {where} died after {share.died_s:.1f} s; others took {share.reassigned} of its samples."
+        silent = [r for record in served.records for r in record.replicas if r.replica == share.replica and r.silent_ns]
+        if silent:
+            took, began_s = sum(each.reassigned for each in silent), silent[0].silent_ns[0] / NS
+            again = "answered again later" if len(silent[0].silent_ns) % 2 == 0 else "did not answer again"
+            stopped = f"Failed: {where} stopped answering after {began_s:.1f} s and {again}"
+            yield f"{stopped}; others took {took} of its samples."
     # Lost nodes, even if no replica's death shows it: late, when its requests were answered.
     runs = [record for record in served.records if record.lost_nodes]
     nodes = sorted({node for record in runs for node in record.lost_nodes})
     if nodes:
-        named = f"node{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"
+        hosts = {
+            replica.rank // record.spec.topology.processes_per_node: replica.host
+            for record in runs
+            for replica in record.replicas
+        }
+        names = (f"{node} ({hosts[node]})" if node in hosts else str(node) for node in nodes)
+        named = f"node{'' if len(nodes) == 1 else 's'} {', '.join(names)}"
         part = f"{len(runs)} of {len(served.records)} runs"
         yield f"In {part} {named} was lost before the end; the rest continued without it."
 

@@ -203,6 +203,7 @@ def replicas_of_run(record: RunRecord) -> list[ReplicaOfRun]:
             failed=sum(request.replica == each.replica and request.error is not None for request in record.requests),
             died_s=None if each.died_ns is None else each.died_ns / NS,
             reassigned=each.reassigned,
+            silent_s=tuple(moment / NS for moment in each.silent_ns),
         )
         for each in record.replicas
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -100,5 +101,8 @@ def served_lines(loads: Sequence[LoadOfRun], replicas: Sequence[ReplicaOfRun]) -
     for each in replicas:
         facts = [f"{each.requests:,} requests", f"{each.failed:,} failed"]
         facts += [f"gone after {each.died_s:.1f} s"] if each.died_s is not None else []
+        for began, ended in itertools.zip_longest(each.silent_s[::2], each.silent_s[1::2]):
+            until = "the end" if ended is None else f"{ended:.1f} s"
+            facts.append(f"silent from {began:.1f} s to {until}")
         facts += [f"{each.reassigned:,} of its samples reassigned to others"] if each.reassigned else []
         yield f"  replica {each.replica} on {each.host}, model {each.model}: {', '.join(facts)}"

@@ -15,6 +15,8 @@ READABLE = select.EPOLLIN | select.EPOLLRDHUP
 WRITABLE = select.EPOLLOUT
 # A replica is dead after this many refused connections in a row: a full accept queue may refuse one.
 REFUSALS = 3
+# A replica is silent after this many timeouts in a row, if it completed no answer for as long as a request may take.
+TIMEOUTS = 3
 
 
 class ConnectionPool:
@@ -73,6 +75,11 @@ class ConnectionPool:
         connection.parked = True
         self._idle[connection.replica].append(connection)
 
+    def drop_idle(self, replica: int) -> None:
+        """Close the idle connections of a silent replica: a host that restarted would not answer on them."""
+        while (connection := self.take_idle(replica)) is not None:
+            self.drop(connection)
+
     def watch(self, connection: Connection, events: int) -> None:
         if connection.watched != events:
             connection.watched = events
@@ -93,21 +100,31 @@ class ConnectionPool:
 
 
 class ReplicaStates:
-    """Requests on each replica (now, and in total), and which replicas died. most: requests in flight on each."""
+    """Requests on each replica (now, and in total), and which replicas died or are suspended because they are silent.
+    most: requests in flight on each."""
 
     def __init__(self, replicas: int, most: int | None) -> None:
         self.in_flight = [0] * replicas
         self.sent = [0] * replicas
         self.died_ns: dict[int, int] = {}
         self.reassigned: dict[int, int] = {}
+        self.suspended: set[int] = set()
         self._most = most
         self._refusals = [0] * replicas
+        self._timeouts = [0] * replicas
+        self._answered_ns = [0] * replicas
 
     def has_room(self, replica: int) -> bool:
         return self._most is None or self.in_flight[replica] < self._most
 
     def alive(self, but: Collection[int] = ()) -> list[int]:
-        return [r for r in range(len(self.in_flight)) if r not in self.died_ns and r not in but]
+        """Replicas that may get requests; silent ones only if there is no other."""
+        living = [r for r in range(len(self.in_flight)) if r not in self.died_ns and r not in but]
+        return [r for r in living if r not in self.suspended] or living
+
+    def is_gone(self, replica: int) -> bool:
+        """Whether others must take the requests of this replica."""
+        return (replica in self.died_ns or replica in self.suspended) and any(r != replica for r in self.alive())
 
     def least_busy(self, but: Collection[int] = ()) -> int | None:
         """The living replica with the fewest requests in flight, then with the fewest sent so far."""
@@ -128,6 +145,23 @@ class ReplicaStates:
             return False
         self.died_ns[replica] = now_ns
         return True
+
+    def answered(self, replica: int, now_ns: int) -> None:
+        self._answered_ns[replica] = now_ns
+        self._timeouts[replica] = 0
+
+    def timed_out(self, replica: int, began_ns: int) -> bool:
+        """Count a timeout of a request that began then; True if the replica is silent because of it."""
+        if self._answered_ns[replica] >= began_ns:
+            return False
+        self._timeouts[replica] += 1
+        is_known = replica in self.died_ns or replica in self.suspended
+        others = [r for r in self.alive(but=(replica,)) if r not in self.suspended]
+        return self._timeouts[replica] >= TIMEOUTS and not is_known and bool(others)
+
+    def resume(self, replica: int) -> None:
+        self.suspended.discard(replica)
+        self._timeouts[replica] = 0
 
     def count_reassigned(self, replica: int, count: int = 1) -> None:
         self.reassigned[replica] = self.reassigned.get(replica, 0) + count

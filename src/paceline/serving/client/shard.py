@@ -29,6 +29,7 @@ from paceline.serving.client.schedule import (
     ShardResult,
     timestamps,
 )
+from paceline.serving.client.silence import BoardView, ReplicaBoard
 
 # Connections being opened at one time: more overflow a server's accept queue.
 CONNECTING_AT_ONCE, CONNECT_S = 128, 10.0
@@ -44,7 +45,8 @@ TIMEOUT_CHECK_NS = NS // 10
 # If a reused connection ends this soon after a request, the server had already closed it.
 STALE_NS = NS // 4
 # Errors that mean a replica is gone: it refused, broke or closed the connection. A late or refused answer is an answer.
-GONE = ("connect", "reset", "closed", "truncated")
+# It is silent if it was suspended while the request was in flight.
+GONE = ("connect", "reset", "closed", "truncated", "silent")
 DETAIL_BYTES = 300
 FINISH_BYTES = 80
 MODEL_BYTES = 200
@@ -180,10 +182,14 @@ class Results:
 
 
 class Shard:
-    """Use once: `connect`, then `work` from the common start on. `slot` holds its counters (`ProgressBoard`)."""
+    """Use once: `connect`, then `work` from the common start on. `slot` holds its counters (`ProgressBoard`), `board`
+    the replicas that get no requests."""
 
-    def __init__(self, assignment: Assignment, slot: memoryview[int] | None = None) -> None:
+    def __init__(
+        self, assignment: Assignment, slot: memoryview[int] | None = None, board: BoardView | None = None
+    ) -> None:
         self.assignment = assignment
+        self._board = ReplicaBoard(1, len(assignment.targets)).view(0) if board is None else board
         self._slot = ProgressBoard(1).slot(0) if slot is None else slot
         self._slot[PLANNED] = len(assignment.numbers)
         self._bridge = Bridge.measured()
@@ -208,7 +214,9 @@ class Shard:
 
     def connect(self) -> None:
         """Open the connections that the load will use. One that fails is opened again when it is needed."""
-        wanted = deque(n % len(self.assignment.targets) for n in range(self.assignment.connections))
+        self._follow_board()
+        turns = (n % len(self.assignment.targets) for n in range(self.assignment.connections))
+        wanted = deque(replica for replica in turns if not self._replicas.is_gone(replica))
         deadline = time.monotonic() + CONNECT_S
         while (wanted or self._pool.connecting) and time.monotonic() < deadline:
             while wanted and self._pool.connecting < CONNECTING_AT_ONCE:
@@ -265,7 +273,7 @@ class Shard:
         due, count = self._due_ns, len(self._due_ns)
         while self._next < count and due[self._next] <= since:
             replica = self.assignment.replicas[self._next]
-            if replica in self._replicas.died_ns and self.assignment.reassigns and self._replicas.alive():
+            if self.assignment.reassigns and self._replicas.is_gone(replica):
                 self._replicas.count_reassigned(replica)
                 replica = ANY_REPLICA
             self._queues.add(self._next, replica)
@@ -436,6 +444,7 @@ class Shard:
         connection.result = connection.response = None
         connection.streams = False
         self._replicas.in_flight[connection.replica] -= 1
+        self._replicas.answered(connection.replica, time.monotonic_ns())
         self._busy -= 1
         self._results.answered(result, response, connection.stamped)
         if response.keeps_alive:
@@ -479,11 +488,12 @@ class Shard:
             result.retried = False
             self._to_resend[index] = result
         else:
-            self._fail(result, error, detail)
+            self._fail(result, "timeout" if error == "silent" else error, detail)
 
     def _end_timed_out(self, now: int) -> None:
         """All requests have the same timeout, so the oldest ones expire first."""
         self._checked_ns = now
+        self._follow_board()
         limit = now - int(self.assignment.timeout_s * NS)
         while self._in_flight:
             began_ns, connection, result = self._in_flight[0]
@@ -493,3 +503,25 @@ class Shard:
             self._in_flight.popleft()
             if not ended:
                 self._lose(connection, "timeout")
+                if self.assignment.reassigns and self._replicas.timed_out(connection.replica, began_ns):
+                    self._board.report(connection.replica)
+                    self._suspend(connection.replica)
+
+    def _follow_board(self) -> None:
+        """Suspend and use replicas as the parent process decided."""
+        if not self.assignment.reassigns:
+            return
+        suspended = self._board.suspended()
+        for replica in self._replicas.suspended - suspended:
+            self._replicas.resume(replica)
+        for replica in suspended - self._replicas.suspended:
+            self._suspend(replica)
+
+    def _suspend(self, replica: int) -> None:
+        """Send nothing more to a silent replica, and let others take what it has not answered."""
+        self._replicas.suspended.add(replica)
+        self._queues.release(replica, self._replicas)
+        for _, connection, result in list(self._in_flight):
+            if connection.result is result and connection.replica == replica:
+                self._lose(connection, "silent", "its replica stopped answering")
+        self._pool.drop_idle(replica)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from paceline.serving import client_ceiling, early_stopping, prompts
 from paceline.serving.prompts import Prompt
 from paceline.wording import format_duration
 from paceline.workloads.inference import loadgen, loads, ranks
-from paceline.workloads.inference.session import CHAT, Replica, Session
+from paceline.workloads.inference.session import CHAT, Replica, Replicas, Session
 
 TRAITS = Traits(serves=True)
 # The share of a run's time that the last load of a search must leave.
@@ -107,13 +107,14 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         host = placement.node_name(os.environ)
         own = [Replica(rank=seat.rank, host=host, endpoint=endpoint) for endpoint in endpoints]
         if seat.world_size == 1:
-            send_loads(spec, seat, recorder, own, dead=tuple, environment=environment)
+            send_loads(spec, seat, recorder, own, environment=environment)
             return
         group = ranks.Ranks.joined(seat, spec.timeout_s)
         group.publish(own)
         if seat.rank == 0:
             with group.load_in_progress():
-                send_loads(spec, seat, recorder, group.all_replicas(), dead=group.dead, environment=environment)
+                replicas = group.all_replicas()
+                send_loads(spec, seat, recorder, replicas, environment, dead=group.dead, quiet=group.quiet)
         else:
             died = group.keep_up(own, ranks.accepts)
             recorder.conclude(evidence(endpoints, environment, died=len(died)))
@@ -150,8 +151,9 @@ def send_loads(
     seat: Seat,
     recorder: Recorder,
     replicas: Sequence[Replica],
-    dead: Callable[[], Sequence[int]],
     environment: Surroundings,
+    dead: Replicas = tuple,
+    quiet: Replicas = tuple,
 ) -> None:
     """Run all loads on all replicas, in this process and those it forks."""
     assert spec.serving is not None
@@ -161,7 +163,8 @@ def send_loads(
     loadgen.require_installed(spec)
     samples = prompts_of(spec)
     shards = parse_options(Options, spec.workload).shards
-    session = Session(spec.serving, samples, replicas, recorder, engine=spec.engine.name, shards=shards, dead=dead)
+    engine = spec.engine.name
+    session = Session(spec.serving, samples, replicas, recorder, engine=engine, shards=shards, dead=dead, quiet=quiet)
     for ceiling in client_ceiling.known(rank=seat.rank):
         recorder.add(ceiling)
     session.warm_up()
@@ -173,7 +176,7 @@ def send_loads(
         )
         ended_by = run_all(session, sequence)
         if loadgen.is_requested(spec):
-            alive = [replicas[number].endpoint for number in session.alive]
+            alive = [replicas[number].endpoint for number in session.answering]
             loadgen.run_test(spec, recorder, samples, alive, session.pace_per_s)
     finally:
         session.finish()

@@ -26,6 +26,8 @@ POLL_S = 2.0
 CONNECT_S = 5.0
 # A replica may refuse its own rank so often in a row: it may be busy for a moment.
 REFUSALS = 3
+# A rank that has not reported for this long may be gone. Rank 0 then asks its replicas.
+QUIET_S = 15.0
 # How long the other ranks may take to acknowledge the end.
 ACKNOWLEDGE_S = 30.0
 _ENDED = "paceline/ended"
@@ -46,6 +48,10 @@ class Ranks:
 
     def __init__(self, store: Store, seat: Seat, timeout_s: float) -> None:
         self._store, self._seat, self._timeout_s = store, seat, timeout_s
+        # By rank: its last report, and when this rank first saw it.
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._quiet: list[int] = []
+        self._looked_at = float("-inf")
 
     @classmethod
     def joined(cls, seat: Seat, timeout_s: float) -> Ranks:
@@ -69,12 +75,37 @@ class Ranks:
 
     def dead(self) -> list[int]:
         """Numbers of the replicas whose own ranks report that they no longer answer."""
-        dead, number = [], 0
+        return [number for number, rank, index in self._numbered() if self._store.check([_dead_key(rank, index)])]
+
+    def quiet(self) -> list[int]:
+        """Numbers of the replicas that are dead, or whose own ranks have not reported for QUIET_S. The store is asked
+        at most every POLL_S."""
+        if time.monotonic() - self._looked_at < POLL_S:
+            return self._quiet
+        self._looked_at = time.monotonic()
+        # The store ends with its launch.
+        with contextlib.suppress(RuntimeError):
+            quiet_ranks = {rank for rank in range(1, self._seat.world_size) if self._is_quiet(rank)}
+            dead = set(self.dead())
+            self._quiet = [number for number, rank, _ in self._numbered() if rank in quiet_ranks or number in dead]
+        return self._quiet
+
+    def _is_quiet(self, rank: int) -> bool:
+        key = _beat_key(rank)
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        known, since = self._beats.get(rank, (None, 0.0))
+        if beat != known:
+            self._beats[rank] = (beat, time.monotonic())
+            return False
+        return time.monotonic() - since > QUIET_S
+
+    def _numbered(self) -> Iterator[tuple[int, int, int]]:
+        """Every replica: its number, its rank, and its index among the replicas of that rank."""
+        number = 0
         for rank in range(self._seat.world_size):
             for index in range(len(json.loads(self._store.get(_replicas_key(rank))))):
-                dead += [number] if self._store.check([_dead_key(rank, index)]) else []
+                yield number, rank, index
                 number += 1
-        return dead
 
     @contextlib.contextmanager
     def load_in_progress(self) -> Iterator[None]:
@@ -94,7 +125,10 @@ class Ranks:
         refusals = [0] * len(own)
         # The store ends with its launch: then no rank is left.
         with contextlib.suppress(RuntimeError):
+            beats = 0
             while not self._store.check([_ENDED]):
+                beats += 1
+                self._store.set(_beat_key(self._seat.rank), str(beats))
                 time.sleep(POLL_S)
                 for index, replica in enumerate(own):
                     refusals[index] = 0 if refusals[index] < REFUSALS and answers(replica) else refusals[index] + 1
@@ -107,6 +141,10 @@ class Ranks:
 
 def _replicas_key(rank: int) -> str:
     return f"paceline/replicas/{rank}"
+
+
+def _beat_key(rank: int) -> str:
+    return f"paceline/beat/{rank}"
 
 
 def _dead_key(rank: int, index: int) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +33,7 @@ from paceline.serving import early_stopping
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.schedule import NS, Assignment, Limits, RequestResult, ShardResult, Target, longest_body
 from paceline.serving.client.shard import Progress
+from paceline.serving.client.silence import ReplicaBoard, ReplicaGuard, probe
 from paceline.serving.headroom import Headroom, ceiling_for, headroom
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import BOUNDED, Load, Outcome, is_lost, plan_of
@@ -43,7 +45,7 @@ OPEN_CONNECTIONS = 64
 MOST_NAMES = 5
 # With more late requests, computing n(t) takes longer than it is worth.
 MOST_COUNTED = 1000
-DeadReplicas = Callable[[], Sequence[int]]
+Replicas = Callable[[], Collection[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,11 @@ class Replica:
     rank: int
     host: str
     endpoint: Endpoint
+
+    @property
+    def node(self) -> str:
+        """The host that serves it: of the rank, unless the endpoint already runs elsewhere."""
+        return str(self.endpoint.facts.get("host", self.host))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Replica:
@@ -96,7 +103,8 @@ def target_of(endpoint: Endpoint, api: str) -> Target:
 
 class Session:
     """`warm_up`, then `run_load` for each load, then `finish`. shards: client processes (0: one per core). dead:
-    returns the replicas whose own rank reports that they no longer answer."""
+    returns the replicas whose own rank reports that they no longer answer; quiet: also those whose rank reports
+    nothing."""
 
     def __init__(
         self,
@@ -107,7 +115,8 @@ class Session:
         *,
         engine: str,
         shards: int = 1,
-        dead: DeadReplicas = tuple,
+        dead: Replicas = tuple,
+        quiet: Replicas = tuple,
     ) -> None:
         self.serving, self.prompts, self.replicas, self.recorder = serving, prompts, replicas, recorder
         self.engine, self._shards, self._dead = engine, shards, dead
@@ -127,10 +136,16 @@ class Session:
         self._reassigned: dict[int, int] = {}
         self._answered_as: dict[int, list[str]] = {}
         self._ceilings: dict[int, CeilingSample | None] = {}
+        self._guard = ReplicaGuard(self._probe, quiet, self._note_silence)
 
     @property
     def alive(self) -> list[int]:
         return [replica for replica in range(len(self.replicas)) if replica not in self._died_ns]
+
+    @property
+    def answering(self) -> list[int]:
+        """The replicas that are alive and not silent."""
+        return [replica for replica in self.alive if replica not in self._guard.silent]
 
     def _body(self, sample: int) -> bytes | tuple[bytes, ...]:
         """The body of a sample, built once: one for all replicas, or one for each if they differ."""
@@ -186,7 +201,8 @@ class Session:
         replicas = self.alive if load.replica is None else [r for r in self.alive if r == load.replica]
         if not replicas:
             deaths = [
-                f"replica {r} ({self.replicas[r].endpoint.url}) died after {self._died_ns[r] / NS:.1f} s"
+                f"replica {r} on {self.replicas[r].node} ({self.replicas[r].endpoint.url}) died after "
+                f"{self._died_ns[r] / NS:.1f} s"
                 for r in sorted(self._died_ns)
             ]
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {'; '.join(deaths)}")
@@ -208,7 +224,7 @@ class Session:
         assignments = self._assignments(load, whole, replicas)
         room = self._headroom(load, whole, len(assignments))
         self.recorder.progress(self._number, f"timing: {room.text}")
-        shards = worker_pool.run(assignments, watch=watch)
+        shards = worker_pool.run(assignments, watch=watch, guard=_LoadGuard(self._guard, replicas))
         # If a load may end before its plan does, requests that were never sent do not count. Processes count what they
         # send themselves, so that a missing result is noticed.
         ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
@@ -346,6 +362,20 @@ class Session:
             paced=paced_of(results) if load.is_trial else 1.0,
         )
 
+    def _probe(self, number: int) -> bool:
+        """Whether a replica streams one token, of the shortest prompt."""
+        prompt = replace(min(self.prompts, key=lambda p: len(p.token_ids or p.text or "")), max_tokens=1)
+        target = self._targets[number]
+        return probe(target, target.head + body(prompt, self._endpoints[number], self.serving.api))
+
+    def _note_silence(self, number: int, is_silent: bool, reason: str) -> None:
+        where = f"replica {number} on {self.replicas[number].node}"
+        if is_silent:
+            text = f"{where} stopped answering ({reason}); other replicas take its requests"
+        else:
+            text = f"{where} answers again ({reason}) and gets requests"
+        sys.stderr.write(f"paceline: {text}\n")
+
     def _note_model(self, replica: int, result: RequestResult) -> None:
         """Remember the names by which a replica calls its model in answers."""
         names = self._answered_as.setdefault(replica, [])
@@ -363,15 +393,33 @@ class Session:
             sample = ReplicaSample(
                 rank=replica.rank,
                 replica=number,
-                host=str(facts.get("host", replica.host)),
+                host=replica.node,
                 engine=self.engine,
                 model=replica.endpoint.model,
                 died_ns=self._died_ns.get(number),
                 reassigned=self._reassigned.get(number, 0),
+                silent_ns=tuple(moment - (self._origin_ns or 0) for moment in self._guard.silences.get(number, ())),
                 answered_as=tuple(self._answered_as.get(number, ())),
                 **{name: facts[name] for name in known if name in facts},
             )
             self.recorder.add(sample)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadGuard:
+    """The guard of a run during one load. replicas: those of the load, in the order of the board."""
+
+    guard: ReplicaGuard
+    replicas: Sequence[int]
+
+    def begin(self, board: ReplicaBoard) -> None:
+        self.guard.begin(board, self.replicas)
+
+    def watch(self, board: ReplicaBoard) -> None:
+        self.guard.watch(board, self.replicas)
+
+    def close(self) -> None:
+        self.guard.close()
 
 
 # --- results as samples ---

@@ -125,6 +125,20 @@ def test_a_replica_that_died_is_said_and_not_waited_for(golden: object) -> None:
     assert "3.0" in found.text
 
 
+@pytest.mark.parametrize(
+    ("silent_s", "sentence"),
+    [
+        ((3,), "Failed: replica 1 on node-1 stopped answering after 3.0 s and did not answer again; others took 5"),
+        ((3, 7), "Failed: replica 1 on node-1 stopped answering after 3.0 s and answered again later; others took 5"),
+    ],
+)
+def test_a_replica_that_was_silent_is_named_with_its_node(silent_s: tuple[int, ...], sentence: str) -> None:
+    asked = [*in_turns(0, 11, 1.0), *in_turns(1, 1, 2.0, first=11)]
+    silent = replica(1, silent_ns=tuple(moment * S for moment in silent_s), reassigned=5)
+    found = fleet_of(record(asked, replicas=(replica(0), silent)))
+    assert f"{sentence} of its samples." in found.text
+
+
 def test_a_node_that_went_away_late_is_told_though_no_replica_died(golden: object) -> None:
     whole = static()
     assert fleet_of(whole).text == golden

@@ -10,7 +10,7 @@ import pytest
 from testbed.requests import request
 
 from paceline.serving.client import schedule, worker_pool
-from paceline.serving.client.replicas import REFUSALS, ReplicaStates, RequestQueues
+from paceline.serving.client.replicas import REFUSALS, TIMEOUTS, ReplicaStates, RequestQueues
 from paceline.serving.client.schedule import Assignment, Limits, ShardResult, Target
 from paceline.serving.client.shard import Progress
 from paceline.serving.mock import MockReplica
@@ -148,6 +148,38 @@ def test_answers_that_are_no_success_stay_where_they_are(mode: str, error: str, 
     assert {(h.error, h.replica, h.attempt) for h in failed} == {(error, 0, 0)}
     if mode == "refuse":
         assert {str(h.detail)[:16] for h in failed} == {"Retry-After: 1; "}
+
+
+def test_a_replica_that_answers_nothing_any_more_costs_three_requests(server: Serve, send: Send) -> None:
+    ports = [server(), server(dies_after=0, lives_on=True)]
+    shard = send(0, 60, ports=ports, due_ns=schedule.constant(40, 60), reassigns=True, timeout_s=0.4)
+    assert once(shard, 60)
+    assert errors(shard) == {None: 57, "timeout": TIMEOUTS}
+    assert shard.reassigned == {1: 27}
+    assert shard.died_ns == {}, "it accepts connections"
+    assert {h.attempt for h in shard.results if h.error is None} == {0, 1}
+
+
+def test_a_silent_replica_that_no_other_can_relieve_keeps_its_requests(server: Serve, send: Send) -> None:
+    port = server(dies_after=0, lives_on=True)
+    alone = send(port, 5, reassigns=True, timeout_s=0.3)
+    assert errors(alone) == {"timeout": 5}
+    fixed = send(0, 10, ports=[server(), port], timeout_s=0.3)
+    assert errors(fixed) == {None: 5, "timeout": 5}
+
+
+def test_timeouts_between_answers_are_not_silence() -> None:
+    states = ReplicaStates(2, None)
+    for moment in range(10):
+        states.answered(1, moment)
+        assert not states.timed_out(1, began_ns=moment), "it answered another request in that time"
+    assert [states.timed_out(1, began_ns=100) for _ in range(TIMEOUTS)] == [False, False, True]
+    states.suspended.add(1)
+    assert (states.alive(), states.is_gone(1), states.is_gone(0)) == ([0], True, False)
+    states.died_ns[0] = 1
+    assert states.alive() == [1], "better a silent one than none"
+    states.resume(1)
+    assert not states.timed_out(1, began_ns=100), "the count starts again"
 
 
 def test_the_faster_of_two_takes_more(replica: Make, send: Send) -> None:

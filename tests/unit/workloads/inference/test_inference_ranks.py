@@ -127,6 +127,43 @@ def test_a_rank_whose_replica_died_says_so_once_and_stays(capsys: pytest.Capture
     assert capsys.readouterr().err.count("http://127.0.0.1:1 no longer answers") == 1
 
 
+def test_a_rank_that_reports_nothing_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = MemoryStore(), [1000.0]
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now[0])
+    for rank in range(3):
+        circle(store, rank, size=3).publish([replica(rank)])
+    first = circle(store, 0, size=3)
+
+    def after(seconds: float, *alive: int) -> list[int]:
+        now[0] += seconds
+        for rank in alive:
+            store.set(f"paceline/beat/{rank}", str(now[0]))
+        return first.quiet()
+
+    assert after(0.0, 1, 2) == []
+    assert after(ranks.QUIET_S, 1, 2) == []
+    assert after(ranks.QUIET_S, 1, 2) == []
+    assert after(ranks.QUIET_S + 1, 1) == [2], "rank 0 itself is never quiet"
+    assert after(1.0, 1, 2) == []
+    store.set("paceline/dead/1/0", "1")
+    assert after(1.0, 1, 2) == [1], "its own rank has reported it"
+    store.lost = True
+    assert after(1.0) == [1], "a launch that ends is no reason"
+
+
+def test_a_rank_reports_while_it_keeps_its_replica_up() -> None:
+    store, beats = MemoryStore(), set[str]()
+
+    def answers(_: Replica) -> bool:
+        beats.add(store.values["paceline/beat/1"])
+        if len(beats) == 3:
+            store.set("paceline/ended", "1")
+        return True
+
+    circle(store, 1).keep_up([replica(1)], answers)
+    assert beats == {"1", "2", "3"}
+
+
 def test_a_launch_that_is_gone_ends_the_waiting() -> None:
     store = MemoryStore()
 

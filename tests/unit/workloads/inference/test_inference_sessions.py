@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from paceline.results.served_samples import (
     StageSample,
 )
 from paceline.serving import client_ceiling, early_stopping
-from paceline.serving.client import schedule, worker_pool
+from paceline.serving.client import schedule, silence, worker_pool
 from paceline.serving.client.schedule import RequestResult, ShardResult
 from paceline.serving.client.shard import Progress
 from paceline.serving.early_stopping import Verdict
@@ -146,12 +148,57 @@ def test_a_replica_that_fails_is_not_given_up_and_its_failures_are_listed(start:
     assert [replica.died_ns for replica in found.of(ReplicaSample)] == [None, None]
 
 
-def test_a_replica_that_never_ends_costs_its_own_samples_only(start: Start, ask: Ask) -> None:
-    """Not to answer is no sign of death: whoever is asked again would be asked twice."""
-    found = ask(start(), start(mode="stall"), concurrency=4, requests=8, warmup_requests=0, request_timeout_s=0.5)
-    assert_exactly_once(found, 8)
-    assert Counter((r.replica, r.error, r.attempt) for r in found.requests if r.replica == 1) == {(1, "timeout", 0): 4}
-    assert [replica.died_ns for replica in found.of(ReplicaSample)] == [None, None]
+def test_a_replica_that_never_ends_an_answer_gets_no_more_requests(
+    start: Start, ask: Ask, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Three timeouts in a row stay failed; what it had not answered then, and what was still to come, others take."""
+    found = ask(start(), start(mode="stall"), concurrency=4, requests=20, warmup_requests=0, request_timeout_s=0.5)
+    assert_exactly_once(found, 20)
+    assert Counter((r.replica, r.error, r.attempt) for r in found.requests if r.replica == 1) == {(1, "timeout", 0): 3}
+    assert Counter(r.error for r in found.requests) == {None: 17, "timeout": 3}
+    first, second = found.of(ReplicaSample)
+    assert (first.died_ns, second.died_ns, first.silent_ns) == (None, None, ())
+    assert len(second.silent_ns) == 1
+    assert second.reassigned == 7
+    said = capfd.readouterr().err
+    assert f"replica 1 on {second.host} stopped answering (its requests timed out in a row)" in said
+
+
+def test_a_silent_replica_gets_requests_again_after_a_probe(
+    start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its process is stopped, so that its host accepts connections and nobody answers, and continued later."""
+    monkeypatch.setattr(silence, "PROBE_S", 0.3)
+    monkeypatch.setattr(silence, "PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_pool, "REPORT_S", 0.05)
+    mute = start()
+    pid, done = mute.process.pid, set[str]()
+
+    def moved(step: int, phase: str) -> None:
+        ended = step if phase.startswith("timing") else 0
+        if ended >= 20 and not done:
+            done.add("stopped")
+            os.kill(pid, signal.SIGSTOP)
+        silent = "stopped answering" in (said := capfd.readouterr().err)
+        done.update(["silent"] if silent else [], ["again"] if "answers again" in said else [])
+        if "silent" in done and "continued" not in done:
+            done.add("continued")
+            os.kill(pid, signal.SIGCONT)
+
+    load = {"scenario": "constant", "rate_per_s": 80.0, "requests": 400}
+    found = ask(start(), mute, **load, request_timeout_s=0.4, notebook=Notebook(moved))
+    assert_exactly_once(found, 400)
+    assert done == {"stopped", "silent", "continued", "again"}
+    second = found.of(ReplicaSample)[1]
+    stopped_ns, again_ns = second.silent_ns[:2]
+    assert second.reassigned > 0
+    between = [r for r in found.requests if r.replica == 1 and r.sent_ns and stopped_ns < r.sent_ns < again_ns]
+    assert between == []
+    later = [r for r in found.requests if r.replica == 1 and r.sent_ns and r.sent_ns > again_ns]
+    assert {r.error for r in later} == {None}
+    failed = [r for r in found.requests if r.error is not None]
+    assert {(r.replica, r.error) for r in failed} == {(1, "timeout")}
+    assert len(failed) < 10, "without this, all of its requests until it was continued"
 
 
 def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start, ask: Ask) -> None:
@@ -213,7 +260,7 @@ def test_the_faster_replica_takes_more_where_whoever_is_free_may(start: Start, a
 
 def test_nobody_left_is_told_and_every_sample_is_listed(start: Start, ask: Ask) -> None:
     notebook = Notebook()
-    with pytest.raises(InvalidRunError, match=r"no replica is left for load 2: replica 0 \(http://127"):
+    with pytest.raises(InvalidRunError, match=r"no replica is left for load 2: replica 0 on .* \(http://127"):
         ask(start(dies_after=5), notebook=notebook, scenario="sweep", loads="2+4")
     assert_exactly_once(notebook)
     assert Counter(request.error is None for request in notebook.requests)[True] <= 4
