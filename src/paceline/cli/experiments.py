@@ -33,6 +33,11 @@ def add_verbs(verbs: Any) -> None:
     verb = _experiment_verb(verbs, "run", run, "run every configuration of an experiment, then report")
     verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
     verb.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="start every run, even after one could not start for a reason that would repeat (no image, no nodes)",
+    )
+    verb.add_argument(
         "--until", metavar="PCT", help="repeat cells until every comparison is known to +-PCT, such as 2%%"
     )
     verb.add_argument(
@@ -96,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.out,
                 paged,
                 retry=arguments.resume,
+                keep_going=arguments.keep_going,
                 notify=screen.print,
                 stopping=stopping,
                 partial=_answer_so_far,

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.analysis.compare import comparable
@@ -60,6 +60,7 @@ def campaign(
     observer: Observer,
     *,
     retry: bool = False,
+    keep_going: bool = False,
     notify: Notify = lambda _message: None,
     stopping: Stopping | None = None,
     partial: Callable[[Sequence[RunRecord]], str] = lambda _records: "",
@@ -67,12 +68,13 @@ def campaign(
     """Run every spec that is not sealed yet, references first, and return the status of each.
 
     RequestError, before anything is written, if an engine cannot take any of them. retry repeats runs that did not end
-    ok. notify gets messages about slow steps before the first run. With a stopping rule, cells are repeated until it
-    is met; after each round notify gets the answer so far (`partial`) and what is still to come.
+    ok. After a run that could not start for a reason that would repeat, runs that would meet it too are left out,
+    unless keep_going is true. notify gets messages about slow steps before the first run. With a stopping rule, cells
+    are repeated until it is met; after each round notify gets the answer so far (`partial`) and what is still to come.
     """
     if stopping is not None:
         specs = stopping.planned(specs)
-    repeats = RedRepeats(red_repeats())
+    repeats, obstacles = RedRepeats(red_repeats()), Obstacles(keep_going)
     references = references_of(specs)
     runs = [*references.values(), *specs]
     directory = out / specs[0].experiment
@@ -91,7 +93,12 @@ def campaign(
         series = [requested]
         for spec in series:
             sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-            status, error = sealed or execute(spec, out, observer, references.get(spec.work), notify, repeats)
+            if sealed is None and obstacles.block(spec):
+                obstacles.left_out.append(spec)
+                continue
+            status, error = sealed or execute(
+                spec, out, observer, references.get(spec.work), notify, repeats, obstacles
+            )
             observer.ended(spec, status, error, sealed is not None)
             statuses.append(status)
             if not leads_on(requested):
@@ -113,16 +120,42 @@ def campaign(
             for requested in tuple(runs):
                 run(requested)
         else:
-            _run_until(stopping, runs, run, directory, notify, partial)
+            _run_until(stopping, runs, run, obstacles.block, directory, notify, partial)
             observer.begin(runs)
             write_plan(directory, runs, rule)
+    if obstacles.left_out:
+        notify(obstacles.text())
     return statuses
+
+
+@dataclass
+class Obstacles:
+    """Runs that could not start for a reason that would repeat: no image, no nodes, no quota. Runs on the same launcher
+    that need at least as many nodes are left out, because each would wait for minutes and fail the same way."""
+
+    keep_going: bool
+    met: list[RunSpec] = field(default_factory=list)
+    left_out: list[RunSpec] = field(default_factory=list)
+
+    def block(self, spec: RunSpec) -> bool:
+        return not self.keep_going and any(
+            spec.launcher == failed.launcher and spec.topology.nodes >= failed.topology.nodes for failed in self.met
+        )
+
+    def text(self) -> str:
+        count = len(self.left_out)
+        runs = "1 run was" if count == 1 else f"{count} runs were"
+        return (
+            f"{runs} not started: {self.met[0].run_id} could not start for a reason that would repeat. Fix it and run "
+            "the same command with --resume, or use --keep-going to start every run."
+        )
 
 
 def _run_until(
     stopping: Stopping,
     runs: list[RunSpec],
     run: Callable[[RunSpec], None],
+    is_blocked: Callable[[RunSpec], bool],
     directory: Path,
     notify: Notify,
     partial: Callable[[Sequence[RunRecord]], str],
@@ -147,7 +180,8 @@ def _run_until(
         gpus = {spec.cell: spec.topology.world_size for spec in runs}
         for message in filter(None, (partial(records), stopping.outlook(known, spent_s, gpus))):
             notify(message)
-        planned = stopping.next_round([spec for spec in runs if not _is_reference(spec)], known, spent_s)
+        following = stopping.next_round([spec for spec in runs if not _is_reference(spec)], known, spent_s)
+        planned = [spec for spec in following if not is_blocked(spec)]
 
 
 def _is_reference(spec: RunSpec) -> bool:
@@ -340,15 +374,16 @@ def execute(
     reference: RunSpec | None,
     notify: Notify = lambda _message: None,
     repeats: RedRepeats | None = None,
+    obstacles: Obstacles | None = None,
 ) -> tuple[Status, str | None]:
     """Launch a run, and launch it again while its trust light is red and repeats are left.
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
-    attempts/ of its directory.
+    attempts/ of its directory. obstacles notes a run that could not start for a reason that would repeat.
     """
     repeats = repeats or RedRepeats(red_repeats())
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most
-    status, error, light = launch_once(spec, out, observer, reference)
+    status, error, light = launch_once(spec, out, observer, reference, obstacles)
     repeated = 0
     while light is not None and light.is_worth_repeating and repeated < most:
         repeated += 1
@@ -380,7 +415,7 @@ def red_repeats() -> int:
 
 
 def launch_once(
-    spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None
+    spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, obstacles: Obstacles | None = None
 ) -> tuple[Status, str | None, trust.Trust | None]:
     """One launch from an empty directory, or from where a dead controller left it, to its seal; and its trust light.
 
@@ -397,7 +432,10 @@ def launch_once(
     spec = known if launch is not None or attempts.can_continue(run_dir, known) else attempts.begin(out, spec)
     observer.started(spec, run_dir)
     requested_at = time.time()
-    status, error, lost = supervision.run_attempts(launcher, launch, spec, run_dir, observer)
+    ended = supervision.run_attempts(launcher, launch, spec, run_dir, observer)
+    status, error = ended.status, ended.error
+    if ended.recurs and obstacles is not None:
+        obstacles.met.append(spec)
     started_at, ended_at = attempts.started_at(run_dir) or requested_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
@@ -410,7 +448,7 @@ def launch_once(
         except StoreError as damage:
             # A node may have left anything. The other runs of the campaign go on.
             status, error = Status.FAILED, str(damage).removeprefix(f"{run_dir}: ")
-    store.seal(run_dir, status, error, started_at, ended_at, lost)
+    store.seal(run_dir, status, error, started_at, ended_at, ended.lost)
     return status, error, light
 
 

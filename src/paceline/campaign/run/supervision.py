@@ -34,8 +34,15 @@ NOTE_S = 60.0
 # Pause after an attempt in which no rank started: an engine that lost a node needs a moment.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
-# Status, reason, and the nodes that the last attempt continued without.
-Ended = tuple[Status, str | None, tuple[int, ...]]
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended. lost: the nodes that the last attempt continued without. recurs: see `contract.JobState`."""
+
+    status: Status
+    error: str | None
+    lost: tuple[int, ...] = ()
+    recurs: bool = False
 
 
 class Observer(Protocol):
@@ -104,6 +111,7 @@ def run_attempts(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_d
     while True:
         error: str | None
         lost: tuple[int, ...] = ()
+        recurs = False
         try:
             if launch is None:
                 launch = start(launcher, launcher.prepare(spec, run_dir), spec, run_dir)
@@ -115,6 +123,7 @@ def run_attempts(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_d
         else:
             status, error = judge(spec, run_dir, end)
             retryable, gone, lost = is_retryable(status, spec, run_dir, end), end.gone, end.state.lost
+            recurs = end.state.recurs and status is Status.FAILED
         restarts = attempts.restarts(run_dir)
         if retryable and restarts < spec.max_restarts and not gone:
             # Two jobs would write into one directory.
@@ -130,7 +139,7 @@ def run_attempts(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_d
     attempts.conclude(run_dir, status, error)
     if retryable and restarts:
         error = f"{error}; restarted {restarts} time{'' if restarts == 1 else 's'}, the limit of max_restarts"
-    return status, error, lost
+    return Ended(status, error, lost, recurs)
 
 
 # --- start it, or find it again ---

@@ -221,7 +221,7 @@ class Run:
             is_explained = self.has_begun or state.status is not None or state.exit_code == 0 or ": " not in obstacle
             if is_explained:
                 return state
-            return replace(state, status=Status.FAILED, reason=f"it ended while {obstacle}")
+            return replace(state, status=Status.FAILED, reason=f"it ended while {obstacle}", recurs=True)
         if states.is_suspended(snapshot):
             self.waiting_since = time.monotonic()
             if self.has_begun:
@@ -234,7 +234,8 @@ class Run:
         limit = float(self.handle["pending_s"])
         limit = min(limit, STUCK_S) if states.is_stuck(snapshot) else limit
         if time.monotonic() - self.waiting_since > limit:
-            return JobState(running=False, status=Status.FAILED, reason=f"after {limit:g} s {state.waiting}")
+            reason = f"after {limit:g} s {state.waiting}"
+            return JobState(running=False, status=Status.FAILED, reason=reason, recurs=True)
         return state
 
     def collect(self, run_dir: Path) -> str | None:

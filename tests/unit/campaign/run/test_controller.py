@@ -388,6 +388,52 @@ def test_half_a_campaign_loses_nothing_when_its_engine_is_away(
     assert controller.campaign([done, left], tmp_path, Watcher()) == [Status.OK, Status.OOM, Status.OOM]
 
 
+class NoImage(Instant):
+    """Whose jobs with these options never start, by a cause that the next one would meet too."""
+
+    def __init__(self, leave: Callable[[Path], None]) -> None:
+        super().__init__(leave)
+        self.started: list[tuple[str, int]] = []
+
+    def prepare(self, spec: RunSpec, run_dir: Path) -> Job:
+        self.started.append((str(spec.launcher), spec.topology.nodes))
+        return super().prepare(spec, run_dir)
+
+    def poll(self, handle: Mapping[str, Any]) -> JobState:
+        launcher, nodes = self.started[-1]
+        if launcher == "slurm:partition=a" and nodes > 1:
+            reason = "after 60 s 0 of 2 pods have started: ErrImagePull"
+            return JobState(running=False, status=Status.FAILED, reason=reason, recurs=True)
+        return super().poll(handle)
+
+
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_a_cause_that_would_repeat_stops_the_runs_that_would_meet_it(
+    tmp_path: Path, make_spec: Make, make_outcome: Make, monkeypatch: pytest.MonkeyPatch, keep_going: bool
+) -> None:
+    engine = NoImage(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "full")))
+    load = plugins.load
+    monkeypatch.setattr(controller, "load", lambda kind, name: engine if kind == "launchers" else load(kind, name))
+    sizes = [("a", 2), ("a", 4), ("b", 2), ("a", 1), ("a", 2)]
+    specs = [
+        replace(
+            make_spec(None, processes=1, nodes=nodes, workload="collectives", steps=step),
+            launcher=Choice("slurm", {"partition": name}),
+        )
+        for step, (name, nodes) in enumerate(sizes, 1)
+    ]
+    messages: list[str] = []
+    statuses = controller.campaign(specs, tmp_path, Watcher(), keep_going=keep_going, notify=messages.append)
+    if keep_going:
+        assert len(engine.started) == len(statuses) == 5
+        assert not any("not started" in message for message in messages)
+        return
+    assert engine.started == [("slurm:partition=a", 2), ("slurm:partition=b", 2), ("slurm:partition=a", 1)]
+    assert statuses == [Status.FAILED, Status.OOM, Status.OOM]
+    assert messages[-1].startswith(f"2 runs were not started: {specs[0].run_id} could not start for a reason that")
+    assert not (tmp_path / specs[1].experiment / specs[1].run_id).exists(), "so that the next command runs it"
+
+
 def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_one(
     tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:

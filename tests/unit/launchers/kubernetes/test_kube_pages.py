@@ -16,6 +16,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import kubernetes
+from paceline.launchers.kubernetes.cluster import cluster_manifests
 from paceline.launchers.kubernetes.manifests import job_manifests
 from paceline.launchers.kubernetes.options import Options
 
@@ -27,6 +28,18 @@ def launchers_of(page: str) -> list[dict[str, Any]]:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     parsed = [block for text in blocks for block in yaml.safe_load_all(text)]
     return [block for block in parsed if block.get("name") == "kubernetes"]
+
+
+def test_service_accounts_of_all_pages_are_those_that_are_created() -> None:
+    named = {name for page in DOCS.glob("*.md") for name in re.findall(r"--service-account[ =](\S+)", page.read_text())}
+    created = {
+        each["metadata"]["name"]
+        for manifests in cluster_manifests("bench").values()
+        for each in manifests
+        if each["kind"] == "ServiceAccount"
+    }
+    assert named
+    assert named <= created
 
 
 @pytest.mark.parametrize("page", PAGES)
