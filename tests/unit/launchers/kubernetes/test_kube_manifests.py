@@ -338,6 +338,7 @@ def test_a_plan_is_what_kubectl_would_be_given(
     assert cli.main(["plan", str(file)]) == 0
     assert "kubectl apply -f -" in capsys.readouterr().out
     monkeypatch.setattr(store, "is_sealed", lambda run_dir: "ddp" not in run_dir.name)
+    monkeypatch.setattr(store, "read_end", lambda _: "its end")
     assert cli.main(["plan", str(file), "--manifests"]) == 0
     said = capsys.readouterr()
     assert len(list(yaml.safe_load_all(said.out))) == 2, "the run alone"
