@@ -248,3 +248,13 @@ def rounded(name: str, value: Tensor, compute: str, reseed: int = 0) -> Tensor:
         chance = _uniform(torch.arange(value.numel(), device=value.device), stream).view_as(value)
         value = value + chance * last_place / 2 * (value != 0)
     return value.to(DTYPES[compute]).to(torch.float32)
+
+
+def other_rounding(name: str, value: Tensor, reseed: int) -> Tensor:
+    """A 16-bit value with noise in its last digit, the same for the same name: recomputed values must agree."""
+    if value.dtype.itemsize != 2:
+        return value
+    generator = torch.Generator(value.device).manual_seed(zlib.crc32(f"{reseed}/{name}".encode()))
+    noise = torch.rand(value.shape, device=value.device, generator=generator).mul_(2).sub_(1)
+    noise.mul_(torch.finfo(value.dtype).eps).mul_(value.detach())
+    return (value + noise).to(value.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.experiment.spec import RunSpec, Tuning
@@ -24,7 +25,7 @@ from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 from paceline.training.data.corpus import is_packed
 from paceline.training.data.packing import IGNORED_LABEL
-from paceline.training.decoder import DTYPES, INIT_STD, block_runner, initial_values, rounded
+from paceline.training.decoder import DTYPES, INIT_STD, block_runner, initial_values, other_rounding, rounded
 
 PROJECTIONS = {
     "q": "q_proj",
@@ -54,9 +55,9 @@ class Tuned(nn.Module):
         self.autocasts = spec.tuning.has_adapters and self.dtype != torch.float32
         self.packed = is_packed(spec.training.data)
         self.checkpointing = spec.training.checkpointing
-        # A compiled block saves only its input and recomputes the rest itself: see `prepare_compiler`.
-        compiled = spec.training.compile and self.checkpointing == "full"
-        self.run_block = block_runner("none" if compiled else self.checkpointing)
+        self.run_block = block_runner(self.checkpointing)
+        if spec.training.compile and self.checkpointing == "full":
+            self.run_block = self._run_compiled_block
         # Read now: a strategy may replace weights by shards.
         names = {dtype: name for name, dtype in DTYPES.items()}
         trainable = {names[p.dtype] for p in self.parameters() if p.requires_grad}
@@ -82,6 +83,12 @@ class Tuned(nn.Module):
             for block in self.blocks:
                 x = self.run_block(block, x, attention_mask=mask, position_ids=positions, position_embeddings=turn)
             return self._loss(body.norm(x), labels, normaliser)
+
+    def _run_compiled_block(self, block: nn.Module, *arguments: Any, **named: Any) -> Tensor:
+        """A compiled block saves only its input and recomputes the rest itself (see `prepare_compiler`). While a mode
+        watches operators, torch runs the plain code of compiled blocks, which needs the usual checkpointing."""
+        checkpointing = "full" if is_in_torch_dispatch_mode() else "none"
+        return block_runner(checkpointing)(block, *arguments, **named)
 
     def _loss(self, x: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         """The cross entropy in fp32 of logits in the compute dtype."""
@@ -141,7 +148,7 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
     """The whole module of a spec on `device`, ready to train (see `decoder.fill` for `reseed`)."""
     assert spec.tuning is not None
     tuning, precision = spec.tuning, spec.training.precision
-    # Re-seeding changes the rounding of trainable weights only.
+    # The frozen weights are the same in every reference: their rounding is part of the checkpoint.
     rounding = 0 if tuning.has_adapters else reseed
     open_model = _directory_model if "/" in spec.model.name else _seeded_model
     model, values, facts = open_model(spec, device, rounding)
@@ -152,9 +159,26 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
         model.lm_head.weight = model.model.embed_tokens.weight
     if tuning.has_adapters:
         _add_adapters(model, spec, device, reseed)
+        if reseed:
+            _change_rounding(model.model.layers, reseed)
     tuned = Tuned(model, spec, facts)
     # Before any forward: in eval mode bitsandbytes repacks 4-bit weights for a CPU, and then trains incorrectly.
     return tuned.train()
+
+
+def _change_rounding(blocks: nn.Module, reseed: int) -> None:
+    """Let every layer inside the blocks round its 16-bit output differently in the last digit, as other kernels do.
+
+    Another rounding of the adapters alone would not show in the first step, where their product is zero, and little
+    later.
+    """
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        return lambda module, inputs, output: other_rounding(name, output, reseed)
+
+    for name, module in blocks.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(hook(name))
 
 
 def package(name: str, needed_by: str) -> Any:

@@ -18,9 +18,9 @@ TRAITS = Traits(trains=True)
 @dataclass(frozen=True)
 class Options:
     """variants: loss trajectories to compute. All but the first re-seed what must not matter: the order of sequences in
-    each global batch, and the rounding of trainable initial weights to 16 bit. Their spread is the certificate's
-    tolerance. least: steps to train however long they take; None for all. budget_s: stop after this time beyond `least`
-    steps; the certificate of later steps then rests on the other runs of the group."""
+    each global batch, and the rounding to 16 bit of initial weights or, with adapters, of activations. Their spread is
+    the certificate's tolerance. least: steps to train however long they take; None for all. budget_s: stop after this
+    time beyond `least` steps; the certificate of later steps then rests on the other runs of the group."""
 
     variants: int = 1
     least: int | None = None

@@ -20,6 +20,7 @@ from paceline.models.arithmetic import load  # noqa: E402
 from paceline.training import finetuned  # noqa: E402
 from paceline.training.data.packing import IGNORED_LABEL  # noqa: E402
 from paceline.training.instruments import digest_parameters  # noqa: E402
+from paceline.training.observation import Audit  # noqa: E402
 from paceline.training.strategies._torch import whole_weights  # noqa: E402
 
 PACKAGES = ("transformers", "peft", "bitsandbytes")
@@ -35,6 +36,7 @@ def spec(method: str = "qlora", compute: str = "fp32", **changes: Any) -> RunSpe
         precision=Precision(compute=compute, reduce=compute if method == "full" else "fp32"),
         data=Choice.parse(changes.pop("data", "instructions")),
         checkpointing=changes.pop("checkpointing", "none"),
+        compile=changes.pop("compile", False),
     )
     return RunSpec(
         experiment="x",
@@ -210,6 +212,37 @@ def test_reseeding_re_rounds_what_learns_of_a_directory(method: str, tmp_path: P
     assert reseeded[1] == first[1]
     before, after = (module.model.get_parameter("model.embed_tokens.weight") for module in modules[1:])
     assert torch.allclose(before, after, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+
+
+def test_reseeded_references_round_differently_from_the_first_step_on() -> None:
+    """Adapters alone would not show there: their product is zero. The noise is the same for every call, because
+    checkpointing computes values again."""
+    plain = loss_and_gradients(finetuned.build(spec(compute="bf16"), "cpu"))[0]
+    for reseed in (1, 2, 3):
+        changed = finetuned.build(spec(compute="bf16"), "cpu", reseed=reseed)
+        losses = {loss_and_gradients(changed)[0] for _ in range(2)}
+        assert len(losses) == 1
+        assert 0 < abs(losses.pop() / plain - 1) < 1e-3
+    exact = [loss_and_gradients(finetuned.build(spec(), "cpu", reseed=reseed))[0] for reseed in (0, 1)]
+    assert exact[0] == exact[1]
+
+
+def test_a_compiled_block_recomputes_itself_but_not_while_it_is_watched() -> None:
+    """Watched, torch runs the plain code: it must compute what the reference's code with checkpointing does."""
+    calls = {}
+    for compiled in (False, True):
+        module = finetuned.build(spec("lora", checkpointing="full", compile=compiled), "cpu")
+        watch = Audit()
+        with watch.watching():
+            loss_and_gradients(module)
+        calls[compiled] = watch.calls
+    assert calls[True] == calls[False]
+    layers = load(Choice("tiny-llama")).layers
+    assert calls[True]["attention", "fp32"] == 2 * layers
+    block, runs = torch.nn.Linear(2, 2), []
+    block.register_forward_hook(lambda *_: runs.append(1))
+    module.run_block(block, torch.ones(1, 2)).sum().backward()
+    assert len(runs) == 1
 
 
 def test_frozen_digest_sees_a_scale() -> None:

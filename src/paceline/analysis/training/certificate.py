@@ -673,7 +673,9 @@ def products(run: Observed, standard: Standard) -> Check | None:
             for step, flops in _flops(own).items()
             if abs(flops - total) > FLOPS_TOLERANCE * total
         ]
-    return checked("matrix products", expected, problems, f"as expected at {len(_flops(own))} steps chosen at random")
+    plain = ", as plain code" if run.spec.training.compile else ""
+    seen = f"as expected at {len(_flops(own))} steps chosen at random{plain}"
+    return checked("matrix products", expected, problems, seen)
 
 
 # Rounding to these loses nothing.
