@@ -33,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # They are each other's busy neighbours too: without this, every run would be launched three times.
 os.environ.setdefault("PACELINE_RED_REPEATS", "0")
+# Experiments of tests are in temporary directories, outside of the current one, and name what is in these packages.
+os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher")
 
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0

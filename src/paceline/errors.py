@@ -82,7 +82,24 @@ def require(condition: bool, where: str, given: object, accepted: str) -> None:
     paceline.errors.RequestError: steps: got 3, expected a number below 2.
     """
     if not condition:
-        raise RequestError(f"{where}: got {given!r}, expected {accepted}.")
+        raise RequestError(f"{where}: got {shown(given)}, expected {accepted}.")
+
+
+LONGEST_SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """The value as an error message repeats it: at most 200 characters, however large it is.
+
+    >>> shown("a"), shown("a" * 1000)[-21:]
+    ("'a'", '... (1002 characters)')
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python refuses to print numbers of more than 4300 digits.
+        text = f"a {type(value).__name__} that is too large to print"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -267,7 +267,7 @@ def test_it_runs_and_is_reported(
     file, out = tmp_path / "outside.yaml", tmp_path / "results"
     file.write_text(EXPERIMENT.format(workload=name_of("workloads"), launcher=name_of("launchers")))
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-    ran = paceline("run", str(file), "--out", str(out), env={"PYTHONPATH": path})
+    ran = paceline("run", str(file), "--out", str(out), env={"PYTHONPATH": path}, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (run_dir,) = store.run_dirs(out)
     recorded = json.loads((run_dir / "spec.json").read_text())["declared"]

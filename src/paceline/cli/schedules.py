@@ -12,7 +12,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_list_option, add_out_option, add_verb, require_directory
+from paceline.cli.verbs import (
+    DEFAULT_OUT,
+    OK,
+    Parser,
+    add_allow_option,
+    add_list_option,
+    add_out_option,
+    add_verb,
+    require_directory,
+)
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="what starts it (default: %(default)s)")
     verb.add_argument("--launcher", metavar="NAME|FILE", help="as for `paceline run`")
     add_list_option(verb, "--set", "KEY=VALUE", "as for `paceline run`")
+    add_allow_option(verb, "as for `paceline run`")
     verb.add_argument("--fail-on-regression", type=float, metavar="PCT", help="as for `paceline compare`")
     verb.add_argument("--notify-command", metavar="COMMAND", help="shell command after each run; see docs/schedule.md")
     verb.add_argument(
@@ -98,15 +108,12 @@ def add(arguments: argparse.Namespace) -> int:
 
 def _schedule(arguments: argparse.Namespace, experiment_file: Path | None, launcher_file: Path | None) -> Schedule:
     """The schedule that was requested, fully checked before anything is written."""
-    from paceline.campaign.run.controller import unsupported
+    from paceline.campaign.run.controller import load_own
     from paceline.campaign.schedule import agenda
     from paceline.campaign.schedule.cron import Cron
-    from paceline.experiment import expansion
     from paceline.report.gate import checked_percent
 
-    specs = expansion.load(arguments.experiment, arguments.set, arguments.launcher)
-    for spec in specs:
-        unsupported(spec)
+    specs = load_own(arguments.experiment, arguments.set, arguments.launcher, allow=arguments.allow_modules)
     limit, env_file = arguments.fail_on_regression, arguments.env_file
     if env_file is not None:
         require(env_file.is_file(), "--env-file", str(env_file), "a file with NAME=VALUE lines")

@@ -103,6 +103,16 @@ def add_list_option(verb: Parser, name: str, metavar: str, text: str) -> None:
     verb.add_argument(name, action="append", default=[], metavar=metavar, help=text)
 
 
+def add_allow_option(verb: Parser, text: str) -> None:
+    verb.add_argument(
+        "--allow-modules",
+        action="append",
+        default=[],
+        metavar="NAME,...",
+        help=f"{text}; its code or program runs here",
+    )
+
+
 def require_directory(out: Path) -> None:
     if not out.is_dir():
         raise RequestError(f"--out: got {str(out)!r}, which is not a directory; expected a results directory.")

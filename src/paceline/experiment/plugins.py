@@ -18,7 +18,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
 from types import ModuleType
@@ -108,12 +108,13 @@ class Traits:
 # Constants that a plugin may declare, with the value that applies where it does not.
 # UNMEASURED: options on which no measured number depends, each with what it decides instead; they are not part of the
 # run id. HERE: ranks are processes of this host. STARTS: the engine starts its servers on the devices of its ranks.
-# PADS_SHARDS: the strategy pads what it shards to equal rows per rank.
+# USER_ONLY: options that are never taken from a capsule or an experiment of somebody else, each with what it decides
+# (see `foreign`). PADS_SHARDS: the strategy pads what it shards to equal rows per rank.
 DECLARED: dict[str, dict[str, Any]] = {
     "workloads": {"TRAITS": Traits()},
     "strategies": {"PADS_SHARDS": False},
-    "launchers": {"UNMEASURED": {}, "HERE": False},
-    "engines": {"UNMEASURED": {}, "STARTS": False},
+    "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}},
+    "engines": {"UNMEASURED": {}, "STARTS": False, "USER_ONLY": {}},
     "exporters": {},
 }
 
@@ -231,12 +232,36 @@ def load(kind: str, name: str) -> Any:
     return cast(Any, module)
 
 
+# The file whose plugins are being loaded, and which modules it may name; empty if it is the user's own.
+_limits: list[tuple[str, Callable[[str], bool]]] = []
+
+
+@contextlib.contextmanager
+def imports_limited(source: str, may_import: Callable[[str], bool]) -> Iterator[None]:
+    """Inside the block, refuse plugins that are named by module unless `may_import` accepts the name.
+
+    Modules that are already imported are refused too, so that the answer does not depend on what ran before.
+    """
+    load.cache_clear()
+    _limits.append((source, may_import))
+    try:
+        yield
+    finally:
+        _limits.pop()
+
+
 def _import(kind: str, name: str) -> ModuleType:
     for point in metadata.entry_points(group=f"paceline.{kind}", name=name):
         return cast(ModuleType, point.load())
     if is_shipped(kind, name):
         return importlib.import_module(f"paceline.{FOLDERS[kind]}.{name.replace('-', '_')}")
     if "." in name and all(part.isidentifier() for part in name.split(".")):
+        for source, may_import in _limits:
+            if not may_import(name):
+                raise RequestError(
+                    f"{source}: names the module {name!r}, whose code would run here, and is outside of the current "
+                    f"directory. Add --allow-modules {name} if you trust it."
+                )
         try:
             return importlib.import_module(name)
         except ImportError as error:

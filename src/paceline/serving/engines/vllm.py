@@ -30,6 +30,7 @@ from paceline.serving.engines import _server
 
 # It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
+USER_ONLY = {"executable": "which program is started", "arguments": "how that program is started"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PORTS_TRIED = 3
 # Options that this engine sets itself, so they may not be given again.

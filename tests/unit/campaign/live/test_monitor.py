@@ -235,6 +235,25 @@ def test_metrics_are_served_and_nothing_else() -> None:
         ask(address)
 
 
+def test_an_address_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:9109"):
+        with (
+            pytest.raises(RequestError, match="PACELINE_METRICS_TOKEN"),
+            metrics_endpoint.serving(address, lambda: "paceline_x 1\n"),
+        ):
+            pytest.fail("it serves without a token")
+    monkeypatch.setenv("PACELINE_METRICS_TOKEN", "made-up")
+    with metrics_endpoint.serving("0.0.0.0:0", lambda: "paceline_x 1\n") as address:
+        port = address.rpartition(":")[2]
+        for given, status in ((None, 401), ("Bearer other", 401), ("Basic made-up", 401), ("Bearer made-up", 200)):
+            connection = http.client.HTTPConnection(f"127.0.0.1:{port}", timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request("GET", "/metrics", headers={"Authorization": given} if given else {})
+                answer = connection.getresponse()
+                assert answer.status == status
+                assert (b"paceline_x" in answer.read()) == (status == 200)
+
+
 def test_a_head_request_is_answered_without_a_body() -> None:
     with metrics_endpoint.serving("127.0.0.1:0", lambda: "paceline_x 1\n") as address:
         connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
