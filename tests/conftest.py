@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # They are each other's busy neighbours too: without this, every run would be launched three times.
 os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 # Experiments of tests are in temporary directories, outside of the current one, and name what is in these packages.
-os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher")
+os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher,env")
 
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0

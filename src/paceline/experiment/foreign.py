@@ -68,8 +68,9 @@ def settings_of(spec: RunSpec) -> Iterator[Setting]:
         name = spec.launcher.name if "." in spec.launcher.name else "launcher"
         yield Setting(name, "launcher", str(spec.launcher), "where the runs are started, and by which programs")
     for name, kind, choice in (("launcher", "launchers", spec.launcher), ("engine", "engines", spec.engine)):
-        only = _constants(kind, choice).get("USER_ONLY", {}) if choice else {}
-        for option, decides in only.items() if choice else ():
+        if choice is None:
+            continue
+        for option, decides in _constants(kind, choice).get("USER_ONLY", {}).items():
             if option in choice.options:
                 yield Setting(f"{name}.{option}", name, choice.options[option], decides)
     for variable, value in spec.env.items():
