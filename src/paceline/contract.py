@@ -186,6 +186,8 @@ class Launcher(Protocol):
     `collect(handle, run_dir) -> str | None` without a shared disk: after the end, fetch what is missing, and return a
     sentence about what could not be fetched.
     `offer(choice) -> Offer` if the launcher has its own machines.
+    `attend(out, control) -> int` if every process of a running job runs the command: call `control`, the rest of the
+    command, in one of them, and return its exit code in all of them.
     `close()` if it keeps something between the jobs of a campaign; called after the last one.
     `HERE = True` if the ranks are processes of this host.
     `preflight(specs)` if the engine can be queried before a job: given the remaining runs of one set of options, raise

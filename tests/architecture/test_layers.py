@@ -60,7 +60,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "campaign": (("scheduled_run",), ("live",), ("run", "schedule")),
     "training": (("strategies",), ("finetuned", "observation", "step_profile"), ("decoder", "instruments"), ("data",)),
     "launchers": (
-        ("kubernetes", "ray", "slurm", "ssh"),
+        ("here", "kubernetes", "ray", "slurm", "ssh"),
         ("local",),
         ("image", "_job", "_warm"),
         ("node",),

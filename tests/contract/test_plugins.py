@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,8 @@ NEEDED = {
     "ssh": {"hosts": ["gpu1"]},
     "openai": {"url": "http://localhost:8000"},
 }
+# The launcher `here` needs a job to be in.
+SURROUNDINGS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 IDS = [f"{kind}.{name}" for kind, name in SHIPPED]
 
 
@@ -95,7 +98,8 @@ for name in plugins.names({kind!r}):
     assert reason is None, (name, reason)
     assert "torch" not in sys.modules, name
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    env = {**os.environ, **SURROUNDINGS}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -89,6 +89,16 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from paceline.experiment import expansion
+    from paceline.experiment.plugins import load
+
+    launcher = load("launchers", expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher).name)
+    if hasattr(launcher, "attend"):
+        return int(launcher.attend(arguments.out, lambda: _run(arguments)))
+    return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import display, status_page
     from paceline.campaign.run.controller import campaign, interruptible
     from paceline.results.campaign_file import read_plan

@@ -93,6 +93,15 @@ def counted(cells: Sequence[RunSpec], counts: Mapping[str, int]) -> list[RunSpec
     return [s if s.is_trained else replace(s, workload=own) for s, own in zip(cells, choices, strict=True)]
 
 
+def launcher_of(source: str, settings: Sequence[str] = (), launcher: str | None = None) -> Choice:
+    """The launcher of an experiment, or the first one if it has several."""
+    experiment = validate(Experiment, variables.flatten_experiment(read(source)), source)
+    given = dict(parse_setting(text) for text in settings)
+    if launcher is not None:
+        given["launcher"] = given_launcher(launcher, experiment.base.get("launcher"))
+    return _launcher({**experiment.base, **given})
+
+
 def given_launcher(text: str, of_file: object) -> str:
     """The launcher that `--launcher` names: a name with options, or a YAML file (`name: kubernetes`, then its options).
 

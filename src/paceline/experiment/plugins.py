@@ -71,6 +71,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "adopt": ("job", "handle"),
         "collect": ("handle", "run_dir"),
         "offer": ("choice",),
+        "attend": ("out", "control"),
         "close": (),
     },
     "engines": {"preflight": ("spec",)},

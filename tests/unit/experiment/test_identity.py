@@ -24,6 +24,7 @@ MEASURED = {
     "ssh": "hosts jump ssh_config python shared scratch env forward threads",
     "ray": "address placement gpus cpus threads resources env scratch",
     "local": "threads warm shared_gpu",
+    "here": "threads",
 }
 LAUNCHERS = sorted(MEASURED)
 # Of engines only times to wait make no other run.

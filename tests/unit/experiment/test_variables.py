@@ -153,6 +153,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 WRITTEN = {
+    "here": "NCCL_ALGO=Ring",
     "kubernetes": "name: NCCL_ALGO",
     "local": "NCCL_ALGO=Ring",
     "ray": '"NCCL_ALGO": "Ring"',
