@@ -303,26 +303,63 @@ def contrast(sides: Sequence[tuple[Resampled, float]], among: Sequence[Resampled
     """The product of all values, each to the power of its weight; None if a side has no spread.
 
     Few launches estimate their spread badly, so cells that were measured together (`among`; the sides by default) share
-    it: the variance of a launch is that of its own cell or the mean of all, whichever is larger, and has the degrees of
-    freedom of all. Without repeated launches, each side keeps its own (Welch-Satterthwaite).
+    it if they can (`alike`): the variance of a launch is that of its own cell or the mean of these, whichever is larger,
+    and has the degrees of freedom of all of them. Every other side keeps its own (Welch-Satterthwaite).
     """
     if any(side.error is None or not side.logarithmic for side, _ in sides):
         return None
     fewest = min(side.launches for side, _ in sides)
-    repeated = [
-        s for s in among or [side for side, _ in sides] if s.launches > 1 and s.logarithmic and s.error is not None
-    ]
-    freedom = sum(s.launches - 1 for s in repeated)
-    shared = sum((s.launches - 1) * s.launches * (s.error or 0.0) ** 2 for s in repeated) / max(freedom, 1)
-    least = [shared / side.launches if fewest > 1 else 0.0 for side, _ in sides]
-    errors = [max((side.error or 0.0) ** 2, floor) for (side, _), floor in zip(sides, least, strict=True)]
-    variances = [weight * weight * error for (_, weight), error in zip(sides, errors, strict=True)]
+    sharing: list[Resampled] = []
+    if fewest > 1:
+        together = among or [side for side, _ in sides]
+        sharing = alike([s for s in together if s.launches > 1 and s.logarithmic and s.error is not None])
+    shared, shared_freedom = _launch_variance(sharing)
+    variances, freedoms = [], []
+    for side, weight in sides:
+        shares = side in sharing
+        own = (side.error or 0.0) ** 2
+        variances.append(weight * weight * (max(own, shared / side.launches) if shares else own))
+        freedoms.append(shared_freedom if shares else side.freedom)
+    all_share = all(side in sharing for side, _ in sides)
     return Ratio(
         value=math.prod(side.value**weight for side, weight in sides),
         error=math.sqrt(sum(variances)),
-        freedom=freedom if fewest > 1 else satterthwaite(variances, [side.freedom for side, _ in sides]),
+        freedom=shared_freedom if all_share else satterthwaite(variances, freedoms),
         launches=fewest,
     )
+
+
+def alike(cells: Sequence[Resampled]) -> list[Resampled]:
+    """The cells whose launches may have one variance: without those whose variance is far above that of the others, the
+    largest first (Cochran's C test at 1 %). One unsteady strategy then leaves the intervals of the others as they are.
+
+    >>> steady = [Resampled(1.0, error, 2, 3, True) for error in (0.002, 0.003, 0.004)]
+    >>> len(alike([*steady, Resampled(1.0, 0.08, 2, 3, True)])), len(alike([*steady, Resampled(1.0, 0.009, 2, 3, True)]))
+    (3, 4)
+    """
+    left = sorted(cells, key=lambda cell: _launch_variance([cell])[0])
+    while len(left) > 2:
+        (largest, own), (others, freedom) = _launch_variance(left[-1:]), _launch_variance(left[:-1])
+        if not others or _exceeds(largest / others, own, freedom) >= UNLIKE / len(left):
+            break
+        left.pop()
+    return left
+
+
+# Probability of setting a cell aside whose launches have the same variance as the others.
+UNLIKE = 0.01
+
+
+def _launch_variance(cells: Sequence[Resampled]) -> tuple[float, int]:
+    """The mean variance of a launch, and its degrees of freedom."""
+    freedom = sum(cell.launches - 1 for cell in cells)
+    squares = sum((cell.launches - 1) * cell.launches * (cell.error or 0.0) ** 2 for cell in cells)
+    return squares / max(freedom, 1), freedom
+
+
+def _exceeds(ratio: float, over: float, under: float) -> float:
+    """The probability that a ratio of two estimates of one variance is larger, by the F distribution."""
+    return _incomplete_beta(under / 2, over / 2, under / (under + over * ratio))
 
 
 def launches_note(launches: int, of: str = "steps") -> str | None:
