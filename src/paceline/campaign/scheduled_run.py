@@ -200,7 +200,7 @@ def _follow(
 def _failure_reason(log: Path, report: Path | None) -> str | None:
     """The error message of the campaign; else the last failure in its report, which is not cut to the width of a
     screen as the log may be; else the last line of the log."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
     ours = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
     reported = _reported_failure(report.with_suffix(".json")) if report is not None and not ours else None
     failed = [line for line in lines if line.startswith(("\u2717", "\u2260"))]
@@ -211,7 +211,7 @@ def _failure_reason(log: Path, report: Path | None) -> str | None:
 def _reported_failure(path: Path) -> str | None:
     """The last failed run in report.json, else the last load that is not valid; None if there is neither."""
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(path.read_text(encoding="utf-8"))
         runs, loads = report["runs"], report.get("served", [])
         failed = [run for run in runs if run["status"] != "ok" and run["reason"]]
         invalid = [load for load in loads if load.get("fails")]
@@ -249,7 +249,7 @@ def _compare(out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasio
         command += ["--fail-on-regression", str(schedule.fail_on_regression)]
     page = subprocess.run([*command, "--format", "markdown"], capture_output=True, text=True, check=False)
     document = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=False)
-    (folder / COMPARISON).write_text(page.stdout or page.stderr)
+    (folder / COMPARISON).write_text(page.stdout or page.stderr, encoding="utf-8")
     errors = document.stderr.splitlines()
     messages = [line.removeprefix("paceline: ") for line in errors if line.startswith("paceline: ")]
     answer = None

@@ -8,12 +8,13 @@ result.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__
 from paceline.cli import archives, cluster, experiments, machines, results, schedules, serving
-from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output
+from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output, storage_advice
 from paceline.errors import PacelineError
 from paceline.results import safe_text
 
@@ -40,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 all runs ok and valid, 1 a run failed or is invalid, 2 the request was wrong, 130 interrupted.
 
     Without a verb it prints the help and returns 0. A reader that closes the pipe early (`| head -1`) is not an error.
+    A disk that is full, read-only or gone is the user's to mend: one sentence and exit code 2.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal without UTF-8 shows `?` instead of ending the command.
+            stream.reconfigure(errors="replace")
     try:
         try:
             arguments = parser().parse_args(argv)
@@ -48,6 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return call(arguments)
         finally:
             sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        return OK
+    except OSError as error:
+        if (advice := storage_advice(error)) is None:
+            raise
+        print(f"paceline: {safe_text.text(advice)}", file=sys.stderr)
+        return WRONG_REQUEST
     except PacelineError as error:
         # The message may quote the content of a file.
         print(f"paceline: {safe_text.text(str(error))}", file=sys.stderr)
@@ -56,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = f"{stop}; " if str(stop) else ""
         print(f"paceline: interrupted; {done}finished runs are kept, repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        discard_output()
-        return OK
 
 
 def parser() -> Parser:

@@ -96,7 +96,7 @@ def init(arguments: argparse.Namespace) -> int:
         path = arguments.out / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise RequestError(f"--out: cannot write to {arguments.out} ({reason}), expected a directory.") from None
@@ -150,7 +150,7 @@ def verify(arguments: argparse.Namespace) -> int:
             f"--context: got {str(arguments.context)!r}, expected a checkout of Paceline with constraints.txt."
         )
     facts = image.ask(image.engine(arguments.engine), image.checked(arguments.image))
-    problems = image.problems(facts, constraints.read_text())
+    problems = image.problems(facts, constraints.read_text(encoding="utf-8"))
     for problem in problems:
         print(f"BAD  {problem}")
     if not problems:

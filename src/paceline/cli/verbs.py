@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import select
@@ -134,6 +135,37 @@ def console() -> Console:
             discard_output()
 
     return PipedConsole()
+
+
+def storage_advice(error: OSError) -> str | None:
+    """One sentence about a file that a disk or its rights do not allow, and what to do; None for any other error."""
+    advice = _STORAGE.get(error.errno or 0)
+    if advice is None:
+        return None
+    where = f"{os.fspath(error.filename)!r}" if isinstance(error.filename, str | Path) else "a file"
+    return f"{where} cannot be used ({os.strerror(error.errno or 0)}). Finished runs are kept. {advice}."
+
+
+_FREE = "Free some space there, then repeat the command"
+_ALLOW = "Make it writable or use another directory, then repeat the command"
+_MOUNT = "Check that its disk is mounted and healthy, then repeat the command"
+_STORAGE = {
+    errno.ENOSPC: _FREE,
+    errno.EDQUOT: _FREE,
+    errno.EFBIG: _FREE,
+    errno.EROFS: _ALLOW,
+    errno.EACCES: _ALLOW,
+    errno.EPERM: _ALLOW,
+    errno.ENOENT: _MOUNT,
+    errno.ENOTDIR: _MOUNT,
+    errno.EIO: _MOUNT,
+    errno.ESTALE: _MOUNT,
+    errno.ENODEV: _MOUNT,
+    errno.ENXIO: _MOUNT,
+    errno.ENOTCONN: _MOUNT,
+    errno.EHOSTDOWN: _MOUNT,
+    errno.ENAMETOOLONG: "Use shorter names",
+}
 
 
 def discard_output() -> None:

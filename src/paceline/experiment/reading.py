@@ -26,7 +26,7 @@ def presets() -> dict[str, str]:
     descriptions = {}
     for entry in resources.files(__package__).joinpath("presets").iterdir():
         if entry.name.endswith(".yaml"):
-            text = _parse(entry.read_text(), entry.name).get("description", "")
+            text = _parse(entry.read_text(encoding="utf-8"), entry.name).get("description", "")
             descriptions[entry.name.removesuffix(".yaml")] = str(text)
     return dict(sorted(descriptions.items()))
 
@@ -36,7 +36,7 @@ def read(source: str) -> dict[str, Any]:
     path = Path(source)
     shipped = resources.files(__package__).joinpath("presets", f"{source}.yaml")
     if "/" not in source and not path.suffix and shipped.is_file():
-        return _parse(shipped.read_text(), source)
+        return _parse(shipped.read_text(encoding="utf-8"), source)
     if path.is_file():
         return _parse(_text_of(path, f"experiment: {source!r}"), source)
     known = presets()

@@ -15,12 +15,17 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        # Names of files that are not UTF-8 have characters that cannot be encoded.
+        temporary.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
         if durable:
             sync(temporary)
         temporary.replace(path)
         if durable:
             sync(path.parent)
+    except OSError as error:
+        # A write that fails does not say where.
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     return path
@@ -33,6 +38,7 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            error.filename = error.filename or str(path)
             raise
     finally:
         os.close(handle)

@@ -128,7 +128,7 @@ def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
         status=status,
         reason=reason and redaction.clean_text(reason),
     )
-    with (run_dir / FILE).open("a") as file:
+    with (run_dir / FILE).open("a", encoding="utf-8") as file:
         file.write(store.sample_line(line))
 
 

@@ -44,7 +44,7 @@ def import_table(path: Path, out: Path) -> tuple[Path, int]:
     stated_at = path.stat().st_mtime
     for spec, claims in parsed:
         run_dir = store.create(out, spec)
-        (run_dir / "samples-0.jsonl").write_text("".join(map(store.sample_line, claims)))
+        (run_dir / "samples-0.jsonl").write_text("".join(map(store.sample_line, claims)), encoding="utf-8")
         why = f"claimed by {claims[0].source}, not measured: no samples, no interval, no certificate"
         store.seal(run_dir, Status.CLAIMED, why, stated_at, stated_at)
     return out / experiment, len(parsed)

@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 MARK = "\ufffd"
-# C0 but tab and line feed, DEL, C1, and the characters that change the direction of what follows.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# C0 but tab and line feed, DEL, C1, the characters that change the direction of what follows, and half characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # Paceline writes nothing a tenth as deep; a limit for readers that recurse.
 DEEPEST = 100
 

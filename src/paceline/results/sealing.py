@@ -10,6 +10,7 @@ may grow: a process that ends late still prints its last line.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 from paceline.errors import damaged
 from paceline.host.files import sync, write_atomically
 
-FILE = "status.json"
+FILE, SPEC = "status.json", "spec.json"
 # Files that are read as results: one that the seal does not list was added later.
 READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|outcome-.*\.json|machine-.*\.json")
 _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
@@ -43,6 +44,9 @@ def write(run_dir: Path, body: Mapping[str, Any]) -> None:
     """Seal the directory. All files are on the disk before the seal gets its name, so a power loss leaves the whole run
     or a run without a seal."""
     paths = sorted(path for path in run_dir.iterdir() if path.is_file() and not _LEFT_OUT.fullmatch(path.name))
+    if run_dir / SPEC not in paths:
+        # The disk of the run was unmounted: what is here now is another one.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run_dir / SPEC))
     files = {}
     for path in paths:
         with path.open("rb") as file:

@@ -404,11 +404,13 @@ def sample_line(sample: Sample) -> str:
 def run_dirs(directory: Path) -> list[Path]:
     """Every run directory at or below `directory`, sorted by path, without those of earlier launches.
 
-    These are <run>/attempts/<n>. An experiment may be called `attempts`, but a run id is never a plain number.
+    These are <run>/attempts/<n>. An experiment may be called `attempts`, but a run id is never a plain number. A run
+    that lost its spec is still a run: it is damaged, not absent.
     """
-    if (directory / "spec.json").is_file():
+    files = ("spec.json", sealing.FILE)
+    if any((directory / name).is_file() for name in files):
         return [directory]
-    paths = (path.parent.relative_to(directory) for path in directory.rglob("spec.json"))
+    paths = {path.parent.relative_to(directory) for name in files for path in directory.rglob(name)}
     return sorted(directory / path for path in paths if not (path.parent.name == "attempts" and path.name.isdecimal()))
 
 

@@ -29,6 +29,10 @@ UNBOUNDED = frozenset({"loss", "losses", "grad_norm", "squares", "found", "expec
 SIGNED = frozenset({"temperature_c", "settings", "optimizer", "groups", "facts", "shape"})
 # Durations by which something is divided.
 POSITIVE = frozenset({"duration_s", "durations_s", "collective_s", "together_s"})
+# Texts that name one of a few things, by their field.
+WORDS = {
+    "kernel": frozenset({"matmul", "attention_forward", "attention_backward", "copy", "h2d", "d2h"}),
+}
 # A larger whole number does not fit into the arithmetic of floats, and none is measured.
 MOST = 2**200
 _NUMBERS = frozenset({int, float})
@@ -36,9 +40,9 @@ _NUMBERS = frozenset({int, float})
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value may be. low: the smallest number, excluded if `above`. items: the rule for each item of a list or
-    value of a mapping. fields: rules for the keys of a mapping, which must have those in needed, and others only if it
-    is open."""
+    """What a value may be. low: the smallest number, excluded if `above`. words: the only texts. items: the rule for
+    each item of a list or value of a mapping. fields: rules for the keys of a mapping, which must have those in needed,
+    and others only if it is open."""
 
     types: frozenset[type]
     finite: bool = True
@@ -48,11 +52,12 @@ class Rule:
     fields: Mapping[str, Rule] | None = None
     needed: frozenset[str] = frozenset()
     is_open: bool = True
+    words: frozenset[str] | None = None
 
     def fits(self, values: Collection[Any]) -> bool:
         """Whether all values fit."""
         kinds = set(map(type, values))
-        if not kinds <= self.types:
+        if not kinds <= self.types or (self.words is not None and not self.words.issuperset(values)):
             return False
         if kinds & _NUMBERS:
             numbers = [value for value in values if type(value) in _NUMBERS] if kinds - _NUMBERS else values
@@ -99,6 +104,8 @@ class Rule:
         return next(filter(None, problems), f"{where}got {_short(value)}, expected {self}")
 
     def __str__(self) -> str:
+        if self.words is not None:
+            return f"one of {', '.join(sorted(self.words))}"
         words = {str: "text", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
         expected = [word for kind, word in words.items() if kind in self.types]
         if self.types & _NUMBERS:
@@ -160,6 +167,7 @@ def _rule(hint: Any, name: str) -> Rule:
         finite=name not in UNBOUNDED,
         low=-math.inf if is_signed else 0.0,
         above=name in POSITIVE,
+        words=WORDS.get(name),
     )
 
 

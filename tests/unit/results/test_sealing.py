@@ -58,6 +58,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a byte of a machine": (lambda d: _flipped(d / "machine-node-a.json"), "machine-node-a.json was changed"),
     "a cut log": (lambda d: os.truncate(d / "log.txt", 2), "log.txt: got 2 bytes, expected 7"),
     "an edited log": (lambda d: _flipped(d / "log.txt"), "log.txt was changed"),
+    "no spec": (lambda d: (d / "spec.json").unlink(), "spec.json is missing"),
     "no outcome": (lambda d: (d / "outcome-0.json").unlink(), "outcome-0.json is missing"),
     "one rank more": (
         lambda d: shutil.copyfile(d / "samples-1.jsonl", d / "samples-2.jsonl"),
@@ -92,6 +93,7 @@ def test_a_touched_run_is_damaged_and_its_file_is_named(run_dir: Path, case: str
         store.read_run(run_dir)
     assert str(caught.value).startswith(f"{run_dir}: damaged: ")
     assert words in str(caught.value)
+    assert store.read_runs(run_dir.parent) == ([], [str(caught.value)])
 
 
 def test_any_flipped_bit_of_any_file_is_seen(run_dir: Path) -> None:

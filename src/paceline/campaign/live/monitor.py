@@ -215,7 +215,7 @@ class Recording:
                 )
             self.begins = "" if text.endswith(b"\n") else "\n"
         try:
-            self._file = path.open("a")
+            self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise RequestError(f"--record: cannot write {str(path)!r} ({error.strerror}).") from None
 

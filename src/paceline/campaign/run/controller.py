@@ -212,7 +212,7 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
 def reference_of(spec: RunSpec) -> RunSpec:
     """The plain training loop that does this spec's work on one process, in micro batches that surely fit."""
     length, own = spec.training.sequence_length, spec.training.micro_batch
-    fitting = [size for size in range(1, own + 1) if own % size == 0 and size * length <= REFERENCE_TOKENS]
+    fitting = [size for size in range(1, min(own, REFERENCE_TOKENS // length) + 1) if own % size == 0]
     micro_batch = max(fitting, default=1)
     training = replace(
         spec.training,

@@ -72,7 +72,10 @@ class RankReports:
     @classmethod
     def read(cls, run_dir: Path) -> RankReports:
         path = run_dir / "log.txt"
-        return cls(store.reported_outcomes(run_dir), path.read_text(errors="replace") if path.exists() else "")
+        return cls(
+            store.reported_outcomes(run_dir),
+            path.read_text(errors="replace", encoding="utf-8") if path.exists() else "",
+        )
 
     @property
     def failures(self) -> list[Outcome]:

@@ -93,7 +93,7 @@ class Logs:
     def note(self, sentence: str, lost: Iterable[str] = ()) -> None:
         """Write a line. lost: pods that are not waited for any more, because their node may never answer."""
         self._abandoned |= set(lost)
-        with self._lock, self._log.open("a") as log:
+        with self._lock, self._log.open("a", encoding="utf-8") as log:
             log.write(f"paceline: {sentence}\n")
 
     def _follow(self, pod: str) -> None:

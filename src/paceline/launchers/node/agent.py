@@ -132,7 +132,7 @@ def _spec_text(arguments: argparse.Namespace) -> str:
     if arguments.run_dir is not None:
         brought = os.environ.pop(SPEC, None)
         if brought is None:
-            return Path(arguments.run_dir, "spec.json").read_text()
+            return Path(arguments.run_dir, "spec.json").read_text(encoding="utf-8")
         # A disk that only the nodes reach: no controller has written the spec there.
         log_transport.put_spec(arguments.run_dir, brought)
         arguments.brought = True
@@ -163,7 +163,7 @@ class Node:
             shared: Path | None = self.arguments.run_dir
             with contextlib.nullcontext(shared) if shared else own_folder(self.arguments.scratch) as run_dir:
                 if shared is None:
-                    (run_dir / "spec.json").write_text(spec_text)
+                    (run_dir / "spec.json").write_text(spec_text, encoding="utf-8")
                 code = self.work(run_dir)
                 last = self.farewell(code)
         except OSError as error:

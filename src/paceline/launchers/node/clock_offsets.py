@@ -46,13 +46,13 @@ def note(run_dir: Path, clocks: Iterable[Clock]) -> None:
     for clock in clocks:
         known[clock.node] = clock.within(known[clock.node]) if clock.node in known else clock
     text = json.dumps([asdict(known[node]) for node in sorted(known)], indent=1)
-    (run_dir / FILE).write_text(text + "\n")
+    (run_dir / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read(run_dir: Path) -> list[Clock]:
     """Return the offsets of a run directory; none if the file is absent or invalid."""
     try:
-        return [Clock(**entry) for entry in json.loads((run_dir / FILE).read_text())]
+        return [Clock(**entry) for entry in json.loads((run_dir / FILE).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):
         return []
 

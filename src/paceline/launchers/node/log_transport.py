@@ -273,7 +273,7 @@ def put_spec(run_dir: Path, spec_text: str) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     # Every agent is process 1 of its pod, so only host names differ.
     beside = run_dir / f".spec.json.{socket.gethostname()}"
-    beside.write_text(spec_text)
+    beside.write_text(spec_text, encoding="utf-8")
     beside.replace(run_dir / "spec.json")
 
 

@@ -127,7 +127,7 @@ def drive(request: Request, report: Callable[[dict[str, Any]], None]) -> dict[st
     try:
         with (
             cluster.reserved(request, lambda why: report({"waiting": why}), _check_input) as group,
-            (run_dir / "log.txt").open("a") as log,
+            (run_dir / "log.txt").open("a", encoding="utf-8") as log,
         ):
             inbox = Inbox(log_transport.Receiver(run_dir), log)
             with ranks(request, group, inbox) as members:
@@ -213,7 +213,7 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
     # Ranks of one node need only loopback, where no other host can connect.
     alone = request.nodes == 1
     master = torchrun.LOOPBACK if alone else first["address"]
-    spec = (Path(request.run_dir) / "spec.json").read_text()
+    spec = (Path(request.run_dir) / "spec.json").read_text(encoding="utf-8")
     for member in members:
         mates = [other for other in members if other.node == member.node]
         variables = {

@@ -122,7 +122,7 @@ def submit(job: Job) -> Mapping[str, Any]:
     submitted twice. If this function is interrupted, an accepted job is cancelled.
     """
     for path, text in job.files.items():
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")
     tried = False
 
     def submit_once() -> str:
@@ -288,7 +288,7 @@ def _state(handle: Mapping[str, Any], seen: Seen | None) -> JobState:
         return JobState(running=False, exit_code=seen.exit_code, status=meaning.status, reason=reason)
     run_dir = Path(handle["run_dir"])
     log = run_dir / "log.txt"
-    text = log.read_text(errors="replace") if seen.exit_code and log.is_file() else ""
+    text = log.read_text(errors="replace", encoding="utf-8") if seen.exit_code and log.is_file() else ""
     # Lines of srun only repeat the exit code.
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("srun: ", BEGIN))]
     has_started = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text
@@ -318,7 +318,7 @@ def cancel(handle: Mapping[str, Any]) -> bool:
     job_id = str(handle["job_id"])
     gone = _end(job_id, handle["poll_s"])
     if not gone:
-        with (Path(handle["run_dir"]) / "log.txt").open("a") as log:
+        with (Path(handle["run_dir"]) / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"paceline: job {job_id} could not be ended: try scancel {job_id}\n")
     watch = _watches.pop(job_id, None)
     if watch is not None and watch.output is not None:

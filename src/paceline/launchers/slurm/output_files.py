@@ -127,7 +127,7 @@ class OutputFiles:
     def _feed(self, node: int, data: bytes) -> None:
         self._taken[node] += len(data)
         *lines, self._rest[node] = (self._rest[node] + data).split(b"\n")
-        with (self._run_dir / "log.txt").open("a") as log:
+        with (self._run_dir / "log.txt").open("a", encoding="utf-8") as log:
             for line in lines:
                 printed = self._receiver.feed(line.decode(errors="replace"))
                 if printed is not None:

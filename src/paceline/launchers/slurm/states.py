@@ -261,7 +261,7 @@ def read_losses(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]
     """
     run_dir, ranks = Path(handle["run_dir"]), int(handle["ranks"])
     log = run_dir / "log.txt"
-    text = log.read_text(errors="replace") if log.is_file() else ""
+    text = log.read_text(errors="replace", encoding="utf-8") if log.is_file() else ""
     starts = list(_NODES.finditer(text))
     if not starts:
         return Losses()

@@ -114,7 +114,7 @@ def submit(job: Job) -> Mapping[str, Any]:
     answers = ssh_hosts.ask(chosen, hosts)
     remarks = ssh_hosts.compare(hosts, answers, spec.topology)
     clock_offsets.note(run_dir, ssh_hosts.read_clocks(names, answers))
-    (run_dir / "log.txt").write_text("".join(f"paceline: {remark}\n" for remark in remarks))
+    (run_dir / "log.txt").write_text("".join(f"paceline: {remark}\n" for remark in remarks), encoding="utf-8")
     connections = [Connection(command) for command in agent_commands(spec, run_dir)]
     for connection, env in zip(connections, variables, strict=True):
         connection.send(json.dumps({"spec": spec.to_dict(), "env": env}).encode() + b"\n")

@@ -92,7 +92,7 @@ def text(report: Report) -> str:
 @cache
 def asset(name: str) -> str:
     """A file of the page's folder."""
-    return resources.files(__package__).joinpath("page", *name.split("/")).read_text()
+    return resources.files(__package__).joinpath("page", *name.split("/")).read_text(encoding="utf-8")
 
 
 def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:

@@ -188,7 +188,7 @@ def settings_of(package: ModuleType, terms: Terms) -> Any:
 def read_back(detail: Path) -> Conclusion:
     """LoadGen's conclusion from its own log; UnsupportedError if the log has no verdict."""
     entries: dict[str, Any] = {}
-    for line in detail.read_text(errors="replace").splitlines():
+    for line in detail.read_text(errors="replace", encoding="utf-8").splitlines():
         if line.startswith(_MARK):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line.removeprefix(_MARK))

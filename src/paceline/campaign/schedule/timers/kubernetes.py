@@ -78,7 +78,11 @@ def documents(out: Path, schedule: Schedule) -> list[dict[str, Any]]:
     """The ConfigMap with the definition, and the CronJob that runs it."""
     pod = PodSettings(**schedule.place)
     folder = folder_of(out, schedule.name)
-    files = {name: (folder / name).read_text() for name in (EXPERIMENT, LAUNCHER) if (folder / name).is_file()}
+    files = {
+        name: (folder / name).read_text(encoding="utf-8")
+        for name in (EXPERIMENT, LAUNCHER)
+        if (folder / name).is_file()
+    }
     # The pod has neither this host's directory nor its env file: the variables come from the Secret.
     definition = dataclasses.replace(schedule, directory=RESULTS, env_file=None).to_dict()
     files = {DEFINITION: json.dumps(definition, indent=1), **files}
