@@ -100,7 +100,7 @@ def mutated_value(draw: random.Random, value: Any) -> Any:
         place = draw.randrange(len(value))
         return [*value[:place], mutated_value(draw, value[place]), *value[place + draw.choice((1, 1, 1, 0, 2)) :]]
     if isinstance(value, int | float) and not isinstance(value, bool) and draw.random() < 0.3:
-        return draw.choice((-value, value * 2, value + 1, value * 10**9, 1 / (abs(value) % 1e9 + 1)))
+        return draw.choice((-value, value * 2, value + 1, value * 10**9, value * 0 + 1e-9))
     return value_of(draw)
 
 

@@ -23,8 +23,9 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         if durable:
             sync(path.parent)
     except OSError as error:
-        # A write that fails does not say where.
-        error.filename = error.filename or str(path)
+        if error.errno is not None:
+            # A write that fails does not say where.
+            error.filename = error.filename or str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
