@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from paceline.errors import Scalar
+
+Kernel = Literal["matmul", "attention_forward", "attention_backward", "copy", "h2d", "d2h"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +57,15 @@ class OverlapSample:
 class KernelSample:
     """One kernel or copy on one device, every timed iteration. Work is stated, rates are computed afterwards.
 
-    kernel: matmul, attention_forward, attention_backward, copy, h2d, d2h. label says which shape, variant which way
-    (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
-    own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
-    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations. repeat
-    counts earlier measurements of the same row.
+    label says which shape, variant which way (pinned, pageable, a kernel's name), size what the sweep varies (side,
+    bytes, sequence length; None for a model's own product). flops and moved_bytes are of one iteration. wrong counts
+    checked elements that differ from the exact result. status is ok, oom, unsupported, skipped (it would take too long)
+    or failed; only ok has durations. repeat counts earlier measurements of the same row.
     """
 
     kind: ClassVar[str] = "kernel"
     rank: int
-    kernel: str
+    kernel: Kernel
     dtype: str
     label: str
     variant: str

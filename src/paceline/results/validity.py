@@ -29,10 +29,6 @@ UNBOUNDED = frozenset({"loss", "losses", "grad_norm", "squares", "found", "expec
 SIGNED = frozenset({"temperature_c", "settings", "optimizer", "groups", "facts", "shape"})
 # Durations by which something is divided.
 POSITIVE = frozenset({"duration_s", "durations_s", "collective_s", "together_s"})
-# Texts that name one of a few things, by their field.
-WORDS = {
-    "kernel": frozenset({"matmul", "attention_forward", "attention_backward", "copy", "h2d", "d2h"}),
-}
 # A larger whole number does not fit into the arithmetic of floats, and none is measured.
 MOST = 2**200
 _NUMBERS = frozenset({int, float})
@@ -155,6 +151,8 @@ def _rule(hint: Any, name: str) -> Rule:
         return Rule(frozenset({list}), items=_rule(inner[0], name))
     if origin in (dict, Mapping):
         return Rule(frozenset({dict}), items=_rule(inner[1], name))
+    if origin is typing.Literal:
+        return Rule(frozenset({str}), words=frozenset(inner))
     if hint is Any:
         return Rule(frozenset({str, int, float, bool, list, dict, type(None)}), finite=False)
     if dataclasses.is_dataclass(hint):
@@ -167,7 +165,6 @@ def _rule(hint: Any, name: str) -> Rule:
         finite=name not in UNBOUNDED,
         low=-math.inf if is_signed else 0.0,
         above=name in POSITIVE,
-        words=WORDS.get(name),
     )
 
 

@@ -303,8 +303,8 @@ def contrast(sides: Sequence[tuple[Resampled, float]], among: Sequence[Resampled
     """The product of all values, each to the power of its weight; None if a side has no spread.
 
     Few launches estimate their spread badly, so cells that were measured together (`among`; the sides by default) share
-    it if they can (`alike`): the variance of a launch is that of its own cell or the mean of these, whichever is larger,
-    and has the degrees of freedom of all of them. Every other side keeps its own (Welch-Satterthwaite).
+    it if they can (`alike`): the variance of a launch is that of its own cell or the mean of these, whichever is
+    larger, and has the degrees of freedom of all of them. Every other side keeps its own (Welch-Satterthwaite).
     """
     if any(side.error is None or not side.logarithmic for side, _ in sides):
         return None
@@ -334,8 +334,8 @@ def alike(cells: Sequence[Resampled]) -> list[Resampled]:
     largest first (Cochran's C test at 1 %). One unsteady strategy then leaves the intervals of the others as they are.
 
     >>> steady = [Resampled(1.0, error, 2, 3, True) for error in (0.002, 0.003, 0.004)]
-    >>> len(alike([*steady, Resampled(1.0, 0.08, 2, 3, True)])), len(alike([*steady, Resampled(1.0, 0.009, 2, 3, True)]))
-    (3, 4)
+    >>> [len(alike([*steady, Resampled(1.0, error, 2, 3, True)])) for error in (0.08, 0.009)]
+    [3, 4]
     """
     left = sorted(cells, key=lambda cell: _launch_variance([cell])[0])
     while len(left) > 2:

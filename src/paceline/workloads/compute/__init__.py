@@ -15,6 +15,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import attention_flops_per_token, parameters
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
+from paceline.results.machine_samples import Kernel
 from paceline.results.records import Evidence
 from paceline.workloads import collectives
 from paceline.workloads.compute.options import DTYPES, KERNELS, Options, Row
@@ -171,7 +172,7 @@ def _product(dtype: str, layout: str, dims: tuple[int, int, int], name: str = ""
     )
 
 
-def _copy(kernel: str, variant: str, size: int) -> Row:
+def _copy(kernel: Kernel, variant: str, size: int) -> Row:
     """A copy of `size` bytes. In device memory each byte is read and written; over the bus it moves once."""
     moved = 2 * size if kernel == "copy" else size
     return Row(
@@ -192,9 +193,13 @@ def attention(shape: Shape, tokens: int, length: int, dtype: str, backend: str) 
     forward = attention_flops_per_token(shape, length) // shape.layers * batch * length
     one = batch * length * shape.head_dim * ELEMENT_BYTES[dtype]
     tensors = 2 * shape.heads + 2 * shape.kv_heads
-    for way, factor, sets in (("forward", 1, 1), ("backward", BACKWARD_OVER_FORWARD, 2)):
+    passes: tuple[tuple[Kernel, int, int], ...] = (
+        ("attention_forward", 1, 1),
+        ("attention_backward", BACKWARD_OVER_FORWARD, 2),
+    )
+    for kernel, factor, sets in passes:
         yield Row(
-            kernel=f"attention_{way}",
+            kernel=kernel,
             dtype=dtype,
             label=f"sequence {length}, batch {batch}",
             variant=backend,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import require
+from paceline.results.machine_samples import Kernel
 
 KERNELS = ("matmul", "copy", "h2d", "d2h", "attention")
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -52,7 +53,7 @@ class Row:
     dims: m, n, k of a product; bytes of a copy; batch and sequence length of attention. needed_bytes: its memory.
     """
 
-    kernel: str
+    kernel: Kernel
     dtype: str
     label: str
     variant: str
