@@ -84,13 +84,13 @@ def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_cells_without_a_verdict_share_a_rank(report: Report) -> None:
+def test_equal_cells_share_a_rank(report: Report) -> None:
     first, single = cells.groups(report)
     assert [(row.rank, row.label) for row in first.rows] == [
-        (1, "ddp"),
-        (1, "fsdp2"),
-        (3, "zero:stage=1"),
-        (4, "zero:stage=2"),
+        ("1", "ddp"),
+        ("1", "fsdp2"),
+        ("3", "zero:stage=1"),
+        ("4", "zero:stage=2"),
     ]
     assert [row.rank for row in single.rows] == [None]
 
@@ -112,18 +112,18 @@ def test_a_comparison_reads_the_same_from_both_sides(report: Report) -> None:
     assert back.low == pytest.approx(1 / there.high)
 
 
-def test_a_cell_without_a_verdict_against_the_leader_has_no_rank(report: Report) -> None:
-    """zero:stage=1 was compared with zero:stage=2 alone, which ddp beats: one is unranked, the other third."""
+def test_an_inconclusive_or_missing_comparison_gives_a_range_of_ranks(report: Report) -> None:
+    """zero:stage=1 was compared with zero:stage=2 alone, and beats it: it may be first, second or third."""
     kept = tuple(c for c in report.comparisons if {c.label, c.other_label}.isdisjoint({"zero:stage=1"}))
     lone = tuple(c for c in report.comparisons if {c.label, c.other_label} == {"zero:stage=1", "zero:stage=2"})
     (group,) = (
         g for g in cells.groups(dataclasses.replace(report, comparisons=kept + lone)) if g.axes["world_size"] == 2
     )
     assert {row.label: row.rank for row in group.rows} == {
-        "ddp": 1,
-        "fsdp2": 1,
-        "zero:stage=1": None,
-        "zero:stage=2": 3,
+        "ddp": "1-2",
+        "fsdp2": "1-2",
+        "zero:stage=1": "1-3",
+        "zero:stage=2": "4",
     }
 
 

@@ -171,7 +171,7 @@ def ranking(report: Report) -> tuple[Table, ...]:
 
 def _ranking_columns(group: Group) -> list[Filled[Row]]:
     return [
-        (numeric("#"), lambda row: MISSING if row.rank is None else str(row.rank)),
+        (numeric("#"), lambda row: row.rank or MISSING),
         (Column(group.heading), lambda row: row.label),
         _metric(group, THROUGHPUT, "tokens/s", 0, interval=True),
         (Column("vs best"), lambda row: _versus(row, group)),
@@ -229,8 +229,8 @@ def _versus(row: Row, group: Group) -> Cell:
     if len(group.rows) == 1 or group.is_listed:
         return Cell(MISSING)
     if row.cell == group.rows[0].cell and any(other.versus_best for other in group.rows):
-        alone = sum(other.rank == row.rank for other in group.rows) == 1
-        return Cell("fastest" if alone and row.rank == 1 else "1x", "", "quiet")
+        alone = row.rank == "1" and sum(other.rank == "1" for other in group.rows) == 1
+        return Cell("fastest" if alone else "1x", "", "quiet")
     return verdict_cell(row.versus_best) if row.versus_best else Cell("not compared", "", "quiet")
 
 

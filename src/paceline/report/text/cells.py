@@ -11,7 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.findings import BETTER, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
+from paceline.analysis.findings import (
+    BETTER,
+    INCONCLUSIVE,
+    WORSE,
+    Certificate,
+    Comparison,
+    Measurement,
+    Report,
+    RunFinding,
+)
 from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, distinguishing_axes
 from paceline.errors import Scalar
 
@@ -30,7 +39,7 @@ Verdicts = Mapping[tuple[str, str], Comparison]
 class Row:
     """One certified cell: its measurements by metric, its verdict against the first row, and its rank if it has one."""
 
-    rank: int | None
+    rank: str | None
     cell: str
     label: str
     measurements: Mapping[str, Measurement]
@@ -231,24 +240,22 @@ def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequ
     return own or describe(axes, named)
 
 
-def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:
-    """Competition ranks: a cell opens a new rank only if a verdict puts it behind the first cell of the current one.
+def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[str | None]:
+    """The places a cell may hold, such as "1" or "2-4": behind all that are certainly faster, and, where the comparison
+    is inconclusive, before or behind the other. Cells that are equal share a place.
 
-    A cell without a verdict against that cell has no rank; the first with a verdict against any other leads. Cells with
-    one launch have no verdict.
+    A cell without a verdict has no rank. Cells with one launch have no verdict.
     """
-    verdicts = {pair: c for pair, c in verdicts.items() if c.launches != 1}
-    ranks: list[int | None] = []
-    leader, rank, ranked = None, 1, 0
-    for cell in order:
-        found = verdicts.get((cell, leader)) if leader else None
-        first = leader is None and any((cell, other) in verdicts for other in order)
-        if first or (found is not None and found.verdict == WORSE):
-            leader, rank = cell, ranked + 1
-        placed = first or found is not None
-        ranked += placed
-        ranks.append(rank if placed else None)
-    return ranks
+    decided = {pair: c.verdict for pair, c in verdicts.items() if c.launches != 1}
+    placed = [cell for cell in order if any((cell, other) in decided for other in order)]
+
+    def rank(cell: str) -> str:
+        found = [decided.get((cell, other), INCONCLUSIVE) for other in placed if other != cell]
+        first = 1 + found.count(WORSE)
+        last = first + found.count(INCONCLUSIVE)
+        return str(first) if first == last else f"{first}-{last}"
+
+    return [rank(cell) if cell in placed else None for cell in order]
 
 
 def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
