@@ -58,7 +58,10 @@ class Trainer(Protocol):
         """Clip, step and clear gradients. Returns the global gradient norm before clipping."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded weights under the decoder's own names, the same on every rank."""
+        """Yield the unsharded weights under the decoder's own names, the same on every rank.
+
+        A trainer whose optimizer updates other copies of them has `master_parameters()` too, which yields those.
+        """
 
     def declare(self) -> tuple[Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]:
         """Return dtypes, optimizer and settings as actually configured: evidence for the certificate."""

@@ -1,4 +1,6 @@
-"""A DDP strategy with one mistake that a careless author might make, chosen by name: `planted:mistake=stale_gradients`.
+"""A strategy with one mistake that a careless author might make, chosen by name: `planted:mistake=stale_gradients`.
+
+It is DDP, for those in ON_ZERO ZeRO-2.
 
 Each function changes the trainer that `wrap` of the real strategy returns. LATE mistakes begin after the first steps,
 PERIODIC ones happen in every third step.
@@ -19,11 +21,12 @@ from paceline.contract import Seat, Trainer
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.training.strategies import _torch, ddp
+from paceline.training.strategies import _torch, ddp, zero
 
 LATE = 4
 PERIOD = 3
 MISTAKES: dict[str, Callable[[Any, RunSpec, Seat], None]] = {}
+ON_ZERO = ("a_master_weight_stays",)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     assert spec.strategy is not None
     mistake = parse_options(Options, spec.strategy).mistake
     with BEFORE.get(mistake, contextlib.nullcontext)():
-        trainer: Any = ddp.wrap(dataclasses.replace(spec, strategy=Choice("ddp")), seat)
+        if mistake in ON_ZERO:
+            trainer: Any = zero.wrap(dataclasses.replace(spec, strategy=Choice("zero", {"stage": 2})), seat)
+        else:
+            trainer = ddp.wrap(dataclasses.replace(spec, strategy=Choice("ddp")), seat)
     trainer.number = 0  # of the step that is being computed
     MISTAKES[mistake](trainer, spec, seat)
     update = trainer.update
@@ -309,6 +315,22 @@ def one_tensor_stops_late(trainer: Any, spec: RunSpec, seat: Seat) -> None:
         if is_late(trainer):
             with torch.no_grad():
                 tensor.copy_(kept)
+        return norm
+
+    trainer.update = changed
+
+
+@mistake
+def a_master_weight_stays(trainer: Any, spec: RunSpec, seat: Seat) -> None:
+    """The fp32 copy of one tensor goes back to its value after each update: the model is always one update old."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    tensor = next(p for p in trainer.subject.parameters() if p.dim() == 1)
+    kept, update = safe_get_full_fp32_param(tensor).clone(), trainer.update
+
+    def changed() -> Tensor | float:
+        norm: Tensor | float = update()
+        safe_set_full_fp32_param(tensor, kept)
         return norm
 
     trainer.update = changed

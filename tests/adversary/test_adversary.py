@@ -50,6 +50,7 @@ REFUSED_BY = {
     "compressed_reduction": "reduction dtype on the wire",
     "frozen_bias": MOVED,
     "one_tensor_stops_late": MOVED,
+    "a_master_weight_stays": MOVED,
     "another_eps_for_vectors": GROUPS,
     "no_decay_for_vectors": GROUPS,
     "a_tensor_without_optimizer": GROUPS,

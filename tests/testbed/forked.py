@@ -111,10 +111,18 @@ def run_many(folders: list[Path]) -> NoReturn:
         store = dist.PrefixStore(str(number), shared)
         dist.init_process_group = functools.partial(init, store=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
+        forget_groups_of_deepspeed()
         worker.main(["worker", str(folder)])
         if dist.is_initialized():  # the run failed
             dist.destroy_process_group()
     sys.exit(0)
+
+
+def forget_groups_of_deepspeed() -> None:
+    """It keeps the first process group that it meets for as long as the process lives."""
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        groups._WORLD_GROUP = groups.mesh_device = None
+        sys.modules["deepspeed.comm.comm"].cdb = None
 
 
 def on_host(hosts: list[str], rank: int) -> None:

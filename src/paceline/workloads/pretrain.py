@@ -236,9 +236,10 @@ def with_final_weights(observed: Evidence, spec: RunSpec, trainer: Trainer, init
     from paceline.training.observation import movements
 
     end = digest_weights(spec, trainer)
+    updated = getattr(trainer, "master_parameters", trainer.full_parameters)
     return dataclasses.replace(
         observed,
         final_digests=end.trainable.by_name,
         final_frozen_digest=end.frozen.digest if end.frozen else None,
-        movements=movements(trainer.full_parameters(), initial),
+        movements=movements(updated(), initial),
     )

@@ -272,9 +272,8 @@ def moved(run: Observed, standard: Standard) -> Check | None:
         if e.unmoved
     ]
     own = run.evidence[0].movements if 0 in run.evidence else None
-    if own is None and (
-        tuning is None or not tuning.has_adapters or all(e.unmoved is None for e in run.evidence.values())
-    ):
+    adapted = tuning is not None and tuning.has_adapters
+    if not own and not (adapted and any(e.unmoved is not None for e in run.evidence.values())):
         return None
     reference = standard.reference
     known = reference.evidence[0].movements if reference and len(reference.steps) == len(run.steps) else None
@@ -287,7 +286,7 @@ def moved(run: Observed, standard: Standard) -> Check | None:
             problems.append(f"{name} changed {change / wanted:.2g} times as much as in the reference")
     expected = "every trainable tensor changed"
     expected += f", within a factor of {MOVEMENT_FACTOR:g} of the reference" if known else ""
-    expected += ", no frozen weight did" if tuning and tuning.has_adapters else ""
+    expected += ", no frozen weight did" if adapted else ""
     return checked("weights moved", expected, problems, f"{len(own or {})} tensors" if own else "every adapter")
 
 

@@ -211,6 +211,14 @@ class ZeroTrainer:
                 yield name, parameter.detach()
         yield from scales_of(self.subject)
 
+    def master_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the fp32 weights that the optimizer updates; those of the model may be 16-bit copies of them."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in self.subject.named_parameters():
+            if parameter.requires_grad and (master := safe_get_full_fp32_param(parameter)) is not None:
+                yield name, master
+
     def save(self, folder: Path) -> None:
         # Frozen weights are large and unchanged: the next attempt creates them again.
         self.engine.save_checkpoint(
