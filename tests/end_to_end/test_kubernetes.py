@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 import yaml
-from testbed.kube_api import Cluster
+from testbed.kube_api import Cluster, kueue
 from testbed.kube_api.jobs import index_of
-from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS
+from testbed.kube_api.kueue import LOCAL_QUEUES
+from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS, TRAIN_JOBS
 from testbed.kube_api.sandbox import why_not
 from testbed.kube_bed import OWN, Bed, light
 from testbed.ports import free_port
@@ -44,6 +45,8 @@ WAIT_S = 180.0
 # So many runs at a time: each has a handful of processes.
 AT_ONCE = 6
 LONG = {"LIGHT_S": "120"}
+# Pods may wait for this long, and a queue lets its jobs wait for longer.
+PENDING_S, QUEUED_S = 4.0, 6.0
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -85,6 +88,21 @@ def fill_memory(bed: Bed, name: str, spec: RunSpec) -> None:
     bed.cluster.run_out_of_memory(moving(bed, name, spec)[1])
 
 
+def delete_pod(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.delete_pod(moving(bed, name, spec)[1])
+
+
+def delete_namespace(bed: Bed, name: str, spec: RunSpec) -> None:
+    moving(bed, name, spec)
+    bed.cluster.delete_namespace(name)
+
+
+def rotate(bed: Bed, name: str, spec: RunSpec) -> None:
+    """The beginning of the logs is gone, and whoever follows them has to begin again."""
+    moving(bed, name, spec)
+    bed.cluster.rotate_logs(name)
+
+
 def delete_job(bed: Bed, name: str, spec: RunSpec) -> None:
     moving(bed, name, spec)
     bed.cluster.delete_job(name, bed.jobs(name)[0]["metadata"]["name"])
@@ -111,6 +129,40 @@ def set_clock_back(bed: Bed, name: str) -> None:
     bed.cluster.kubelet.clock_offset_s[f"{name}-b"] = -7200.0
 
 
+def limit(bed: Bed, name: str, **hard: str) -> None:
+    spec = {"hard": {key.replace("__", "/").replace("_", "."): value for key, value in hard.items()}}
+    bed.cluster.apply([{"kind": "ResourceQuota", "metadata": {"name": "team", "namespace": name}, "spec": spec}])
+
+
+def limit_pods(bed: Bed, name: str) -> None:
+    limit(bed, name, requests_cpu="1")
+
+
+def limit_jobs(bed: Bed, name: str) -> None:
+    limit(bed, name, count__jobs_batch="0")
+
+
+def add_queue(bed: Bed, name: str) -> None:
+    spec = {"clusterQueue": "everybody", "stopPolicy": "Hold"}
+    bed.cluster.state.create(LOCAL_QUEUES, name, {"metadata": {"name": "team"}, "spec": spec})
+
+
+def admit_late(bed: Bed, name: str, spec: RunSpec) -> None:
+    """Later than pods may wait for a node; what the queue says is shown meanwhile."""
+    shown = bed.run_dir(spec) / store.JOB
+    until(lambda: shown.exists() and "CreatedWorkload" in str(store.read_json(shown).get("waiting")), "a queue's word")
+    time.sleep(QUEUED_S)
+    kueue.hold(bed.cluster.state, name, "team", "None")
+
+
+def admit_and_take_back(bed: Bed, name: str, spec: RunSpec) -> None:
+    kueue.hold(bed.cluster.state, name, "team", "None")
+    moving(bed, name, spec)
+    kueue.hold(bed.cluster.state, name, "team")
+    (job,) = bed.cluster.state.list(TRAIN_JOBS, name)
+    kueue.take_back(bed.cluster.state, TRAIN_JOBS, job)
+
+
 def add_claim(bed: Bed, name: str) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     bed.cluster.state.create(CLAIMS, name, {"metadata": {"name": "kept"}, "spec": spec, "status": {"phase": "Bound"}})
@@ -134,7 +186,7 @@ SCENARIOS = {
     "jobset": Scenario("ok", options={"kind": "jobset"}),
     "trainjob": Scenario("ok", options={"kind": "trainjob"}),
     "claimed": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
-    "killed": Scenario("failed", r"exit code|signal 9", env={"LIGHT_FAULT": "die:1"}),
+    "killed": Scenario("failed", r"^rank 1 on killed-. was killed by signal 9", env={"LIGHT_FAULT": "die:1"}),
     "evicted": Scenario("preempted", r"pod .* on evicted-. was evicted: .*low on resource", LONG, meanwhile=evict),
     "again": Scenario(
         "ok",
@@ -144,20 +196,57 @@ SCENARIOS = {
         before=add_claim,
         meanwhile=evict,
     ),
-    "preempted": Scenario("preempted", r"PreemptionByScheduler|DisruptionTarget", LONG, meanwhile=preempt),
-    "lost": Scenario("preempted", r"DeletionByPodGC|DisruptionTarget", LONG, meanwhile=lose_node),
+    "preempted": Scenario(
+        "preempted", r"PreemptionByScheduler|DisruptionTarget", LONG, {"kind": "jobset"}, meanwhile=preempt
+    ),
+    "lost": Scenario("preempted", r"DeletionByPodGC|DisruptionTarget", LONG, {"kind": "trainjob"}, meanwhile=lose_node),
     "silent": Scenario("preempted", r"DeletionByTaintManager|DisruptionTarget", LONG, meanwhile=silence_node),
     "memory": Scenario("oom", r"pod .* on memory-. exceeded its memory limit: OOMKilled", LONG, meanwhile=fill_memory),
+    "plucked": Scenario(
+        "preempted",
+        r"^pod paceline-\S+ on plucked-. was deleted while the job was running",
+        LONG,
+        {"kind": "jobset"},
+        meanwhile=delete_pod,
+    ),
+    "dissolved": Scenario("failed", r"namespace dissolved", LONG, meanwhile=delete_namespace),
+    "overdrawn": Scenario(
+        "failed",
+        r"after 4 s \d of 2 pods have started: FailedCreate: .*exceeded quota: team, requested: requests.cpu=1, "
+        r"used: requests.cpu=1, limited: requests.cpu=1",
+        options={"pending_s": PENDING_S},
+        before=limit_pods,
+    ),
+    "uncounted": Scenario(
+        "failed",
+        r"cannot create jobs in namespace uncounted .*exceeded quota: team.*kubectl describe quota",
+        before=limit_jobs,
+    ),
+    "queued": Scenario(
+        "ok",
+        options={"kind": "jobset", "queue": "team", "pending_s": PENDING_S},
+        before=add_queue,
+        meanwhile=admit_late,
+    ),
+    "reclaimed": Scenario(
+        "preempted",
+        r"the queue has suspended the job paceline-\S+ again: .*Stopped: Preempted to accommodate a workload",
+        LONG,
+        {"kind": "trainjob", "queue": "team"},
+        before=add_queue,
+        meanwhile=admit_and_take_back,
+    ),
+    "rotated": Scenario("ok", env={"LIGHT_S": "3"}, meanwhile=rotate),
     "deleted": Scenario("failed", r"the job paceline-.* is gone: somebody else deleted it", LONG, meanwhile=delete_job),
     "greedy": Scenario(
         "failed",
         r"after 4 s 0 of 2 pods have started: Unschedulable: 0/\d+ nodes are available: .*2 Insufficient cpu",
-        options={"pending_s": 4.0, "cpu_request": 900.0, "cpu_limit": 900.0},
+        options={"pending_s": PENDING_S, "cpu_request": 900.0, "cpu_limit": 900.0},
     ),
     "imageless": Scenario(
         "failed",
         r"after 4 s 0 of 2 pods have started: (ErrImagePull|ImagePullBackOff|Failed): .*none:1: not found",
-        options={"pending_s": 4.0, "image": "registry.example/none:1"},
+        options={"pending_s": PENDING_S, "image": "registry.example/none:1"},
         before=take_image_away,
     ),
     "nowhere": Scenario("failed", r'in namespace absent \(namespaces "absent" not found\)', before=hide_namespace),

@@ -1,4 +1,4 @@
-"""What the API server does to an object before it is stored: schema, validation, defaults, Pod Security.
+"""What the API server does to an object before it is stored: schema, validation, defaults, Pod Security, quotas.
 
 The schema is the official one (kubernetes-validate). Unlike the real server, which only warns unless asked for
 `fieldValidation=Strict`, a field that does not exist is always refused: a manifest that means nothing fails its test.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from testbed.kube_api import refusals
+from testbed.kube_api import quotas, refusals
 from testbed.kube_api.resources import JOB_SETS, JOBS, NAMESPACES, PODS, Object, Resource
 from testbed.kube_api.state import State
 
@@ -42,6 +42,8 @@ def admit(state: State, resource: Resource, namespace: str, obj: Object) -> Obje
         obj["status"] = {"phase": "Pending", "qosClass": "Burstable"}
     if resource.plural == "persistentvolumeclaims":
         obj["status"] = {"phase": "Bound"}
+    # After everything else, as in the real one: what is refused uses no quota.
+    quotas.check(state, resource, namespace, obj)
     return obj
 
 

@@ -22,6 +22,7 @@ from testbed.kube_api.garbage import Garbage
 from testbed.kube_api.jobs import JobController
 from testbed.kube_api.jobsets import JobSetController, TrainJobController
 from testbed.kube_api.kubelet import Image, Kubelet
+from testbed.kube_api.kueue import Kueue
 from testbed.kube_api.logs import ROTATED_AT
 from testbed.kube_api.requests import Api
 from testbed.kube_api.resources import BY_KIND, NAMESPACES, NODES, Object
@@ -82,7 +83,7 @@ class Cluster(Accidents):
         self.access = Access(self.state)
         self.kubelet = Kubelet(self.state, folder, _image(), rotated_at)
         self.listener = Listener(Api(self.state, self.access, self.kubelet))
-        parts = (JobController, JobSetController, TrainJobController, Scheduler, Garbage)
+        parts = (Kueue, JobController, JobSetController, TrainJobController, Scheduler, Garbage)
         self._parts: list[Any] = [part(self.state) for part in parts]
         self._ending = threading.Event()
         self._loop = threading.Thread(target=self._run, daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed.kube_api.access import Access
 from testbed.kube_api.jobs import set_condition
 from testbed.kube_api.kubelet import Kubelet
-from testbed.kube_api.resources import BY_PLURAL, JOBS, NODES, PODS, Object
+from testbed.kube_api.resources import BY_PLURAL, JOBS, NAMESPACES, NODES, PODS, Object
 from testbed.kube_api.server import Listener
 from testbed.kube_api.state import State
 
@@ -72,10 +72,20 @@ class Accidents:
     def run_out_of_memory(self, pod: Object) -> None:
         self.kubelet.kill(pod["metadata"]["uid"], oom=True)
 
-    def rotate_logs(self) -> None:
-        for containers in list(self.kubelet.containers.values()):
-            for each in containers.values():
-                each.log.rotate()
+    def rotate_logs(self, namespace: str) -> None:
+        """The kubelet begins new files; whoever follows is cut off, as by a proxy that closes idle connections, and
+        gets only what is in the new file."""
+        for pod in self.pods(namespace):
+            for each in self.kubelet.containers.get(pod["metadata"]["uid"], {}).values():
+                each.log.rotate(cut=True)
+
+    def delete_pod(self, pod: Object) -> None:
+        """Somebody does `kubectl delete pod`: no condition of the pod says why it ends."""
+        self.state.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
+
+    def delete_namespace(self, name: str) -> None:
+        """Somebody does `kubectl delete namespace`: all that is in it goes, in no order, also the roles."""
+        self.state.delete(NAMESPACES, "", name)
 
     def delete_job(self, namespace: str, name: str) -> None:
         """Somebody else does `kubectl delete job`."""

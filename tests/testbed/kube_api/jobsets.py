@@ -142,6 +142,9 @@ class TrainJobController:
         self._state.create(JOB_SETS, meta["namespace"], {"metadata": about, "spec": spec})
 
     def _conclude(self, job: Object, jobset: Object) -> None:
+        suspended = bool(job["spec"].get("suspend"))
+        if bool(jobset["spec"].get("suspend")) != suspended:
+            self._state.modify(JOB_SETS, jobset, lambda j: j["spec"].update(suspend=suspended))
         ended = {"Completed": "Complete", "Failed": "Failed"}.get(jobset.get("status", {}).get("terminalState", ""))
         if ended:
             why = condition(jobset, jobset["status"]["terminalState"]) or {"reason": "", "message": ""}

@@ -36,6 +36,7 @@ class ContainerLog:
     is_closed: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     _size: int = 0
+    _cuts: int = 0
 
     def pump(self, stream: IO[bytes]) -> None:
         """Take over what the container prints until its end."""
@@ -52,15 +53,17 @@ class ContainerLog:
             self.is_closed = True
             self.changed.notify_all()
 
-    def rotate(self) -> None:
+    def rotate(self, *, cut: bool = False) -> None:
+        """cut: whoever follows now gets no more."""
         with self.changed:
             self.begin, self._size = len(self.lines), 0
+            self._cuts += cut
 
     def read(self, query: LogQuery, stopped: threading.Event) -> Iterator[bytes]:
         """The lines asked for; with follow, those to come until the container has ended or the server stops."""
         left = query.limit_bytes if query.limit_bytes is not None else float("inf")
-        position = self._start(query)
-        while left > 0:
+        position, cuts = self._start(query), self._cuts
+        while left > 0 and cuts == self._cuts:
             with self.changed:
                 fresh, closed = self.lines[position:], self.is_closed
                 if not fresh and query.follow and not closed:

@@ -35,8 +35,8 @@ def clone(value: Any) -> Any:
     return [clone(each) for each in value] if isinstance(value, list) else value
 
 
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def now(later_s: float = 0.0) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + later_s))
 
 
 def suffix(length: int = 5) -> str:
@@ -97,8 +97,12 @@ class State:
         if not meta.get("name") and meta.get("generateName"):
             meta["name"] = meta["generateName"] + suffix()
         with self.changed:
-            if resource.namespaced and (NAMESPACES, "", namespace) not in self._objects:
+            space = self._objects.get((NAMESPACES, "", namespace))
+            if resource.namespaced and space is None:
                 raise refusals.not_found(NAMESPACES, namespace)
+            if resource.namespaced and space["metadata"].get("deletionTimestamp"):
+                why = f"unable to create new content in namespace {namespace} because it is being terminated"
+                raise refusals.forbidden(resource, meta["name"], why)
             key = (resource, namespace, meta["name"])
             if key in self._objects:
                 raise refusals.already_exists(resource, meta["name"])
@@ -153,13 +157,13 @@ class State:
                 return _success(resource, obj)
 
             def mark(each: Object) -> None:
-                meta = each["metadata"]
-                meta.setdefault("deletionTimestamp", now())
+                meta, seconds = each["metadata"], 0
                 if resource == PODS:
-                    seconds = (
-                        each["spec"].get("terminationGracePeriodSeconds", 30) if each["spec"].get("nodeName") else 0
-                    )
-                    meta.setdefault("deletionGracePeriodSeconds", seconds if grace is None else grace)
+                    usual = each["spec"].get("terminationGracePeriodSeconds", 30) if each["spec"].get("nodeName") else 0
+                    seconds = usual if grace is None else grace
+                    meta.setdefault("deletionGracePeriodSeconds", seconds)
+                # The time at which the grace period ends.
+                meta.setdefault("deletionTimestamp", now(seconds))
                 if policy == "Foreground" and FOREGROUND not in meta.get("finalizers", []):
                     meta["finalizers"] = [*meta.get("finalizers", []), FOREGROUND]
 

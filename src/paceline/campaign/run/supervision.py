@@ -24,6 +24,7 @@ from paceline.errors import LaunchError, StoreError, StrayJobError
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.processes import how_it_ended
+from paceline.launchers.node import placement
 from paceline.results import attempts, store
 from paceline.results.attempts import JOB
 from paceline.results.records import Outcome, Status
@@ -344,10 +345,11 @@ def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
         return Status.OK, None
     if deaths:
         rank, code = next(iter(deaths.items()))
-        return Status.FAILED, how_it_ended(f"rank {rank}", code, run_dir / "log.txt")
+        host = placement.host_of(rank, reports.log)
+        return Status.FAILED, how_it_ended(f"rank {rank}{f' on {host}' if host else ''}", code, run_dir / "log.txt")
     if end.missing is not None:
         return Status.FAILED, f"results are incomplete: {end.missing}"
-    lines = [line for line in reports.log.strip().splitlines() if line.strip()]
+    lines = [line for line in reports.log.splitlines() if line.strip() and not placement.RAN_ON.search(line)]
     exit_code = end.state.exit_code
     how = "without an exit code" if exit_code is None else f"with exit code {exit_code}"
     return Status.FAILED, f"the job ended {how}: {lines[-1][:300] if lines else 'it printed nothing'}"

@@ -1,7 +1,7 @@
 """From the API objects of a run to its JobState.
 
-The first part is pure functions of one snapshot. `Losses` adds what spans several snapshots: nodes without which a run
-of served replicas continues (`contract.may_be_lost`).
+The first part is pure functions of one snapshot. The rest spans several snapshots: `Deletions` are pods that somebody
+deleted, `Losses` nodes without which a run of served replicas continues (`contract.may_be_lost`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +227,18 @@ def _causes(pods: Sequence[Object]) -> Iterator[tuple[Object, str]]:
     causes = []
     for pod in pods:
         status = pod.get("status", {})
-        node = pod.get("spec", {}).get("nodeName")
-        subject = f"pod {pod['metadata']['name']}" + (f" on {node}" if node else "")
         terminated = (_container_status(pod).get("state") or {}).get("terminated") or {}
         for priority, cause in enumerate((condition(pod, DISRUPTED), status, terminated)):
             if cause and cause.get("reason") in STATUS_OF_REASON:
                 # The kubelet's message is not always repeated in the container status.
                 message = cause.get("message") or status.get("message") or ""
-                causes.append((priority, {"reason": cause["reason"], "message": message}, subject))
+                causes.append((priority, {"reason": cause["reason"], "message": message}, name_and_node(pod)))
     return ((cause, subject) for _, cause, subject in sorted(causes, key=lambda entry: entry[0]))
+
+
+def name_and_node(pod: Object) -> str:
+    node = pod.get("spec", {}).get("nodeName")
+    return f"pod {pod['metadata']['name']}" + (f" on {node}" if node else "")
 
 
 def _ended(snapshot: Snapshot, status: Status | None, reason: str | None) -> JobState:
@@ -268,6 +272,66 @@ def _line(sentence: str) -> str:
     return " ".join(safe_text(sentence).split())[:500]
 
 
+# --- pods that somebody deletes ---
+
+
+@dataclass
+class Deletions:
+    """Pods that were deleted while their Job went on (`kubectl delete pod`, a descheduler).
+
+    Their ranks are asked to end and report nothing, and the others report a lost connection, so that only the cluster
+    knows the cause. No condition says it afterwards, and the pod disappears. A Job that ends deletes its pods too, but
+    not before it has failed.
+    """
+
+    by_name: dict[str, Object] = field(default_factory=dict)
+    _seen: dict[str, Object] = field(default_factory=dict)
+
+    def watch(self, snapshot: Snapshot) -> None:
+        """Take the next snapshot of the run into account."""
+        listed = {str(pod["metadata"]["name"]): pod for pod in snapshot.pods}
+        if is_deleted(snapshot) or is_suspended(snapshot):
+            return
+        ending = next(_failures(snapshot.job), None)
+        deleted = {name: pod for name, pod in listed.items() if _was_deleted(pod, before=ending)}
+        if ending is None:
+            vanished = {name: pod for name, pod in self._seen.items() if name not in listed}
+            deleted |= {name: pod for name, pod in vanished.items() if not _is_explained(pod)}
+        # What was found first stays first.
+        self.by_name = {**self.by_name, **deleted}
+        self._seen |= listed
+
+    def explain(self, state: JobState, lost: Collection[int] = ()) -> JobState:
+        """Return the state with the first deleted pod as its cause, if it has none. lost: nodes that do not matter."""
+        pod = next((pod for pod in self.by_name.values() if index_of(pod) not in lost), None)
+        if pod is None or state.running or state.status is not None or state.exit_code == 0:
+            return state
+        reason = _line(f"{name_and_node(pod)} was deleted while the job was running")
+        return replace(state, status=Status.PREEMPTED, reason=reason)
+
+
+def _is_explained(pod: Object) -> bool:
+    """Whether a pod that goes away has ended by itself, or was evicted."""
+    is_finished = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    return is_finished or condition(pod, DISRUPTED) is not None
+
+
+def _was_deleted(pod: Object, before: Object | None) -> bool:
+    """Whether the deletion of a running pod was requested, and earlier than the Job failed. The server's clock wrote
+    both times; within the same second the Job counts as the cause."""
+    metadata = pod["metadata"]
+    if not metadata.get("deletionTimestamp") or condition(pod, DISRUPTED):
+        return False
+    if before is None:
+        return not _is_explained(pod)
+    with contextlib.suppress(TypeError, ValueError):
+        # The time of a deletion is when the grace period ends.
+        grace = timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
+        requested = datetime.fromisoformat(metadata["deletionTimestamp"]) - grace
+        return requested < datetime.fromisoformat(before["lastTransitionTime"])
+    return False
+
+
 # --- nodes that a run can lose ---
 
 
@@ -285,6 +349,7 @@ class Losses:
     expendable: Collection[int]
     note: Callable[[str, list[str]], None]
     lost: list[int] = field(default_factory=list)
+    deletions: Deletions = field(default_factory=Deletions)
     _failed_at: float | None = None
     _is_warned: bool = False
     # By node: the pod of a lost node may no longer be listed.
@@ -292,8 +357,9 @@ class Losses:
 
     def state_of(self, snapshot: Snapshot) -> JobState:
         """Return the state of the run, judged by the nodes that are left."""
+        self.deletions.watch(snapshot)
         if not self.expendable or is_ending_all_pods(snapshot):
-            return state_of(self._without_lost(snapshot))
+            return self.deletions.explain(state_of(self._without_lost(snapshot)), self.lost)
         self._hosts |= {index_of(pod): host for pod in snapshot.pods if (host := pod["spec"].get("nodeName"))}
         failed, expendable = failed_nodes(snapshot), self._expendable(snapshot)
         if is_past_setup(self.run_dir):
@@ -311,10 +377,11 @@ class Losses:
         if not fatal:
             return replace(self._state_of_rest(left), lost=tuple(self.lost))
         # The run cannot continue without this node, though its Job would.
-        state, node = failure(left, {}), min(fatal)
+        state, node = self.deletions.explain(failure(left, {}), self.lost), min(fatal)
         if state.status is None and not any(index_of(pod) == node for pod in left.pods):
-            # A pod that failed by itself would still be listed: somebody deleted it.
-            reason = f"the pod of node {node} of {left.name} was evicted"
+            # A pod that failed by itself would still be listed: somebody deleted it before this controller looked.
+            host = f" ({self._hosts[node]})" if node in self._hosts else ""
+            reason = f"the pod of node {node}{host} of {left.name} was evicted or deleted"
             state = replace(state, status=Status.PREEMPTED, reason=reason)
         return replace(state, lost=tuple(self.lost))
 

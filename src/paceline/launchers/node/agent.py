@@ -175,8 +175,11 @@ class Node:
         return code
 
     def farewell(self, code: int) -> list[str]:
-        is_connected = self.link is None or not self.link.is_cut
-        return list(self.sender.farewell(code)) if self.sender and is_connected else []
+        if self.link is not None and self.link.is_cut:
+            return []
+        # A rank that was killed could not say where it ran, and torchrun knows only the name of the container.
+        where = [placement.ran_on(self.ranks, self.host)] if code else []
+        return [*where, *(self.sender.farewell(code) if self.sender else ())]
 
     def work(self, run_dir: Path) -> int:
         """Wait for the other nodes and run the ranks. A failure becomes the outcome of the first rank."""
@@ -220,6 +223,12 @@ class Node:
         # The controller considers a run without progress for stall_s as hung, so explain the problem before that. A
         # launcher that sets the patience knows of nodes that are still to come.
         return rendezvous.join(member, self.arguments.patience or min(PATIENCE_S, 0.8 * spec.stall_s))
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        count = 1 if self.arguments.per_rank else self.spec.topology.processes_per_node
+        return range(self.position.node * count, (self.position.node + 1) * count)
 
     @property
     def interface_variables(self) -> tuple[str, ...]:
@@ -272,7 +281,7 @@ class Node:
         """Record why no rank was started, as the outcome of the node's first rank."""
         now = time.time()
         outcome = Outcome(
-            rank=self.position.node * (1 if self.arguments.per_rank else self.spec.topology.processes_per_node),
+            rank=self.ranks.start,
             status=Status.FAILED,
             error=sentence,
             host=self.host,

@@ -86,3 +86,21 @@ def first_host(nodelist: str) -> str:
 def node_name(environ: Mapping[str, str]) -> str:
     """Return the name that operators use for this node, which is not the host name of a pod."""
     return environ.get(_NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+RAN_ON = re.compile(r"\bpaceline: ranks (\d+)-(\d+) ran on ([\w.-]+)$", re.MULTILINE)
+
+
+def ran_on(ranks: range, host: str) -> str:
+    """Return the line by which an agent tells where its ranks ran, if they did not end well."""
+    return f"paceline: ranks {ranks.start}-{ranks.stop - 1} ran on {host}"
+
+
+def host_of(rank: int, log: str) -> str | None:
+    """Return the node of a rank by the lines of `ran_on` in a log.
+
+    >>> host_of(5, ran_on(range(0, 4), "gpu1") + "\\n" + "2: " + ran_on(range(4, 8), "gpu2"))
+    'gpu2'
+    """
+    lines = ((int(first), int(last), host) for first, last, host in RAN_ON.findall(log))
+    return next((host for first, last, host in lines if first <= rank <= last), None)

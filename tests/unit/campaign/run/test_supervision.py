@@ -591,6 +591,19 @@ def test_of_several_nodes_logs_the_rank_that_died_is_blamed(
     assert error == golden
 
 
+def test_the_node_of_a_rank_that_was_killed_is_named(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+    """By what the agents of the nodes said last, which is nobody's error."""
+    spec = make_spec("ddp", 4)
+    run_dir = make_run(tmp_path, spec, None, outcomes=())
+    agents = "1: paceline: ranks 2-3 ran on gpu2\n0: paceline: ranks 0-1 ran on gpu1\n"
+    (run_dir / "log.txt").write_text(f"{DEATH.format(rank=3)}{agents}")
+    _, error = judge(spec, run_dir, End(JobState(running=False)))
+    assert str(error).startswith("rank 3 on gpu2 was killed by signal 9 ")
+    (run_dir / "log.txt").write_text(f"out of file handles\n{agents}")
+    _, error = judge(spec, run_dir, End(JobState(running=False, exit_code=1)))
+    assert error == "the job ended with exit code 1: out of file handles"
+
+
 def test_an_engine_without_exit_codes_is_quoted_without_one(
     tmp_path: Path, make_spec: Make, make_run: Make, golden: object
 ) -> None:

@@ -59,7 +59,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 def test_every_engine_beyond_this_host_is_asked() -> None:
     asked = {name for name in plugins.names("launchers") if hasattr(plugins.load("launchers", name), "preflight")}
-    assert asked == {"kubernetes", "slurm", "ssh", "ray"}
+    assert asked == {"here", "kubernetes", "slurm", "ssh", "ray"}
 
 
 # --- Kubernetes ---
