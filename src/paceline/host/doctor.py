@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host import machine, recommended, trust
+from paceline.host import links, machine, recommended, trust
 
 GIB = 2**30
 PYTHON_NEEDED = (3, 11)
@@ -35,6 +35,7 @@ def checks(results: Path | str = "results", environ: Mapping[str, str] = os.envi
     return [
         *_package_checks(),
         *_gpu_checks(environ),
+        Diagnosis("topology", True, links.summary(machine.to_dict(machine.probe())) or "unknown"),
         *_trust_checks(environ),
         *_network_checks(environ),
         *_environment_checks(environ),

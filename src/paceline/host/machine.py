@@ -23,6 +23,7 @@ from typing import Any
 
 from paceline.host.environment import recorded_environment
 from paceline.host.files import text_of
+from paceline.host.topology import Topology, read_topology
 
 PEAK_DTYPES = ("bf16", "fp16", "fp32", "fp8")
 
@@ -87,18 +88,22 @@ class Machine:
     versions: Mapping[str, str]
     revision: str | None
     environment: Mapping[str, str]
+    topology: Topology
 
 
 def probe() -> Machine:
     """Describe this host; changes nothing."""
     gpus: tuple[Gpu, ...] = ()
     driver = cuda = links = None
+    uuids: list[str] = []
     with nvml() as library:
         if library is not None:
             number = ask(library.nvmlSystemGetCudaDriverVersion)
             cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
             gpus = tuple(_gpu(library, index, handle) for index, handle in enumerate(handles(library)))
             driver = ask(library.nvmlSystemGetDriverVersion)
+            uuids = host_uuids(library)
+    shown = [uuids.index(uuid) for uuid in visible(uuids, os.environ) if uuid in uuids]
     if len(gpus) > 1:
         links = "nvlink" if all(gpu.nvlink_links for gpu in gpus) else "pcie"
     return Machine(
@@ -114,6 +119,7 @@ def probe() -> Machine:
         versions=_versions(),
         revision=_revision(),
         environment=recorded_environment(os.environ),
+        topology=read_topology(_output("nvidia-smi", "topo", "-m") if shown else None, shown),
     )
 
 

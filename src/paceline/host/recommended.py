@@ -8,11 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host import machine
-from paceline.host.files import text_of
+from paceline.host import machine, topology
 
-# Interfaces that do not reach other hosts.
-_INTERNAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tunl", "ifb", "dummy")
 _SHARP = ("opt/mellanox/sharp", "opt/hpcx/nccl_rdma_sharp_plugin", "usr/lib/libnccl-net.so")
 
 
@@ -94,13 +91,10 @@ class Interconnect:
 
 def interconnect(root: Path = Path("/")) -> Interconnect:
     """The interconnect of this host, read from /proc and /sys below `root`."""
-    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*/state"))
-    active = [port for port in ports if "ACTIVE" in text_of(port)]
-    routes = [line.split() for line in text_of(root / "proc/net/route").splitlines()[1:]]
     return Interconnect(
         interfaces=tuple(sorted(path.name for path in (root / "sys/class/net").glob("*"))),
-        default=next((row[0] for row in routes if len(row) > 1 and row[1] == "00000000"), None),
-        infiniband=tuple(f"{port.parents[2].name}:{port.parent.name}" for port in active),
+        default=topology.default_interface(root),
+        infiniband=tuple(f"{port.parents[1].name}:{port.name}" for port in topology.active_ports(root)),
         gpudirect=any((root / "sys/module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem")),
         sharp=any((root / path).exists() for path in _SHARP),
     )
@@ -137,7 +131,9 @@ def fit(setting: Setting, host: Interconnect) -> Fit:
     if setting.needs == "interface":
         if matching(setting.value, host.interfaces):
             return Fit(setting, True, f"this host has {setting.value}")
-        external = ", ".join(name for name in host.interfaces if not name.startswith(_INTERNAL)) or "no external one"
+        external = (
+            ", ".join(name for name in host.interfaces if not name.startswith(topology.INTERNAL)) or "no external one"
+        )
         fix = f"set {setting.variable}={host.default}, or leave it unset" if host.default else "leave it unset"
         return Fit(setting, False, f"this host has no {setting.value}, but {external}", fix)
     has = {

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Any
 
 from paceline.host.machine import Gpu, Machine
+from paceline.host.topology import Nic, Topology
 from paceline.host.usage import HostUsage
 
 # Numbers that may be NaN or infinite.
@@ -179,4 +180,7 @@ def machine_rule() -> Rule:
     """The recorded facts of a host. Versions of Paceline differ in what they record."""
     rule = some_of(Machine)
     gpus = Rule(frozenset({list, type(None)}), items=some_of(Gpu))
-    return dataclasses.replace(rule, fields={**(rule.fields or {}), "gpus": gpus})
+    topology = some_of(Topology).or_null()
+    nics = Rule(frozenset({dict, type(None)}), items=some_of(Nic))
+    topology = dataclasses.replace(topology, fields={**(topology.fields or {}), "nics": nics})
+    return dataclasses.replace(rule, fields={**(rule.fields or {}), "gpus": gpus, "topology": topology})

@@ -25,6 +25,7 @@ _ORDER = (
     *("gpus.name", "engine", "driver", "cuda", "versions"),
     *("gpus", "switches", "settings", "environment", "launcher"),
 )
+_TOPOLOGY = "topology."
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 Read = Callable[[RunRecord], Iterable[tuple[str, Any]]]
@@ -106,7 +107,10 @@ def _differences(
 ) -> tuple[Differing, ...]:
     a, b = _facts(first, read), _facts(second, read)
     none: frozenset[str] = frozenset()
-    paths = [path for path in dict.fromkeys((*a, *b)) if differ(a.get(path, none), b.get(path, none))]
+    # Runs of earlier versions recorded no topology: that is unknown, not different.
+    unknown = () if all(any(path.startswith(_TOPOLOGY) for path in side) for side in (a, b)) else (_TOPOLOGY,)
+    candidates = [path for path in dict.fromkeys((*a, *b)) if not path.startswith(unknown)]
+    paths = [path for path in candidates if differ(a.get(path, none), b.get(path, none))]
     found = [Differing(path=p, first=_joined(a.get(p)), second=_joined(b.get(p))) for p in paths]
 
     def rank(path: str) -> int:

@@ -17,6 +17,7 @@ class CollectiveRow:
     longest mean of a rank over the shortest. early_rank and late_rank spent the most and the least time inside: the
     others wait for the late one. Repeats of one configuration form one row: run is the first of them, iterations counts
     all launches. status is ok, oom or unsupported (nothing measured), or invalid (data arrived corrupted; see error).
+    link limits the operation, with its nominal rate in one direction: busbw can be compared with it.
     """
 
     run: str
@@ -44,6 +45,8 @@ class CollectiveRow:
     axes: Mapping[str, Scalar]
     note: str | None = None
     launches: int = 1
+    link: str | None = None
+    link_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

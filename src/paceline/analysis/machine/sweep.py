@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, CollectiveRow, Measurement
 from paceline.analysis.grouping import grouped
+from paceline.analysis.machine.links import limiting_link
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Bounded, Resampled
 from paceline.errors import RequestError
@@ -142,6 +143,7 @@ def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
     skewed = 0 < least < most
     on_gloo = s.operation == "reduce_scatter" and spec.topology.device == "cpu"
     notes = (SHARED_GPU if entry.shared_gpu else None, GLOO_REDUCE_SCATTER if on_gloo else None)
+    link = limiting_link(entry.records[0], s.operation, s.group_size) if algbw is not None else None
     return CollectiveRow(
         run=spec.run_id,
         cell=spec.cell,
@@ -168,6 +170,8 @@ def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
         axes=spec.axes(),
         note="; ".join(filter(None, notes)) or None,
         launches=len(entry.launches),
+        link=link.name if link else None,
+        link_bytes_per_s=link.bytes_per_s if link else None,
     )
 
 

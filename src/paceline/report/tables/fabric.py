@@ -9,9 +9,9 @@ from typing import NamedTuple
 from paceline.analysis.findings import CollectiveFit, CollectiveRow, Report
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.report.tables import fabric_links
-from paceline.report.tables.fabric_links import US, fabric_name, number, verdict_sentence
+from paceline.report.tables.fabric_links import PERCENT, US, fabric_name, number, verdict_sentence
 from paceline.report.tables.table import Cell, Column, Table, numeric
-from paceline.wording import MISSING, Scale, format_size, scale_of
+from paceline.wording import MISSING, Scale, format_si, format_size, scale_of, short_percent
 
 MOST_ERRORS = 5
 
@@ -44,7 +44,8 @@ def sentence(report: Report) -> str:
         peak = f"{number(best.busbw_bytes_per_s, scale)} {scale.unit}"
         where = f"{best.dtype}, {axis_text('world_size', best.axes)}, at {format_size(best.size_bytes)}"
         shared = f" ({best.note})" if best.note else ""
-        parts.append(f"{best.operation} reaches {peak} of bus bandwidth ({where}){_latency(report, best)}{shared}.")
+        reached = f"{best.operation} reaches {peak} of bus bandwidth{_of_link(best)}"
+        parts.append(f"{reached} ({where}){_latency(report, best)}{shared}.")
     wrong = sum(bool(r.wrong) for r in rows)
     unchecked = sum(r.status == "ok" and r.wrong is None and bool(r.size_bytes) for r in rows)
     missing = sum(r.status in ("oom", "unsupported") for r in rows)
@@ -54,6 +55,14 @@ def sentence(report: Report) -> str:
         checked = f"{unchecked} rows were not checked" if unchecked else "Every payload arrived intact"
         parts.append(f"{checked}{f'; {missing} of {len(rows)} rows could not be measured' if missing else ''}.")
     return " ".join(filter(None, (*parts, verdict_sentence(report)))) if rows or report.pairs else ""
+
+
+def _of_link(row: CollectiveRow) -> str:
+    """How much of the nominal rate of its link a row reaches; empty if the link is unknown."""
+    ratio = _link_ratio(row)
+    if ratio is None or row.link_bytes_per_s is None:
+        return ""
+    return f", {short_percent(ratio)} of the {format_si(row.link_bytes_per_s, 'B/s')} of {row.link}"
 
 
 def _latency(report: Report, row: CollectiveRow) -> str:
@@ -104,12 +113,15 @@ def _summaries(report: Report) -> Iterable[Table]:
     for name, sweeps in _grouped(report):
         peaks = [r.busbw_bytes_per_s for sweep in sweeps for r in sweep.rows]
         scale = scale_of("bytes/s", "busbw", peaks)
+        every = [r for sweep in sweeps for r in sweep.rows]
+        has_link = any(r.link for r in every)
         columns = (
             Column("operation"),
             Column("dtype"),
             numeric(f"latency, {US.unit}"),
             numeric(f"peak busbw, {scale.unit}"),
             numeric("at", 3),
+            *([numeric("of link, %", 1)] if has_link else []),
             numeric("half from", 5),
             numeric(f"in-place peak, {scale.unit}", 6),
             numeric(f"fit \u03b1, {US.unit}", 2),
@@ -119,9 +131,8 @@ def _summaries(report: Report) -> Iterable[Table]:
             Column("rows", priority=1),
         )
         fits = {(f.operation, f.dtype, f.in_place): f for f in report.fits if f.axes == sweeps[0].rows[0].axes}
-        rows = tuple(_summary(sweep, scale, fits) for sweep in sweeps)
-        every = [r for sweep in sweeps for r in sweep.rows]
-        notes = dict.fromkeys(r.note for r in every if r.note)
+        rows = tuple(_summary(sweep, scale, fits, has_link) for sweep in sweeps)
+        notes = dict.fromkeys((*_link_notes(every), *(r.note for r in every if r.note)))
         # Each reason once, with the first row it applies to.
         first: dict[str, CollectiveRow] = {}
         for r in every:
@@ -135,7 +146,20 @@ def _summaries(report: Report) -> Iterable[Table]:
         yield Table(f"Collectives, {name}", columns, rows, (*notes, *errors), about)
 
 
-def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], CollectiveFit]) -> tuple[Cell, ...]:
+def _link_notes(rows: Sequence[CollectiveRow]) -> Iterable[str]:
+    """The nominal rate of each link with the operations that it limits."""
+    limited: dict[tuple[str, float], dict[str, None]] = {}
+    for r in rows:
+        if r.link and r.link_bytes_per_s:
+            limited.setdefault((r.link, r.link_bytes_per_s), {})[r.operation] = None
+    for (link, rate), operations in limited.items():
+        whose = f" for {', '.join(operations)}" if len(limited) > 1 else ""
+        yield f"Link: {link}, nominally {format_si(rate, 'B/s')} in each direction{whose}."
+
+
+def _summary(
+    sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], CollectiveFit], has_link: bool
+) -> tuple[Cell, ...]:
     measured = [r for r in sweep.rows if r.time_s]
     out, inside = ([r for r in measured if r.in_place == place] for place in (False, True))
     shown = out or inside
@@ -154,6 +178,7 @@ def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], Co
         Cell(number(least.time_s if least else None, US)),
         Cell(number(peak.busbw_bytes_per_s if peak else None, scale)),
         Cell(format_size(peak.size_bytes) if peak else MISSING),
+        *([Cell(number(_link_ratio(peak), PERCENT))] if has_link else []),
         Cell(format_size(half) if half is not None else MISSING),
         Cell(number(peak_inside.busbw_bytes_per_s if peak_inside else None, scale)),
         Cell(number(fit.alpha_s if fit else None, US)),
@@ -162,6 +187,13 @@ def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], Co
         _wrong(sum(wrong) if wrong else None),
         Cell(ended, "", "" if set(statuses) == {"ok"} else "bad"),
     )
+
+
+def _link_ratio(row: CollectiveRow | None) -> float | None:
+    """Measured bus bandwidth over the nominal rate of the link."""
+    if row is None or row.busbw_bytes_per_s is None or not row.link_bytes_per_s:
+        return None
+    return row.busbw_bytes_per_s / row.link_bytes_per_s
 
 
 def _peak(rows: Sequence[CollectiveRow]) -> CollectiveRow | None:

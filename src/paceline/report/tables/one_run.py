@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import Certificate, LaunchTrust
 from paceline.analysis.findings.served import LoadOfRun, ReplicaOfRun
+from paceline.host import links
 from paceline.results.records import RunRecord, TraceSample
 from paceline.wording import MISSING, Scale, format_duration, format_parts
 
@@ -30,6 +31,8 @@ def record_lines(record: RunRecord, certificate: Certificate | None, light: Laun
         gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
+        if connected := links.summary(machine):
+            yield f"    {connected}"
     for outcome in record.outcomes:
         # Ranks of an inference run have no steps; their results are listed by load.
         if spec.serving is not None:
