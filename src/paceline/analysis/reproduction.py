@@ -26,7 +26,8 @@ from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import ratio_between
 from paceline.analysis.statistics.verdict import SMALLEST_EFFECT, verdict_of
 from paceline.analysis.training import metrics
-from paceline.analysis.training.certificate import certify, certify_all, observe
+from paceline.analysis.training.certificate import certify, certify_all
+from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
 from paceline.analysis.training.window import open_window
 from paceline.results.records import RunRecord, Status

@@ -169,7 +169,7 @@ def test_moments_of_8_bit_follow_the_reference(tuned_spec: Builder, tuned_run: B
 
 
 def test_losses_weigh_learned_tokens(tuned_spec: Builder, tuned_run: Builder) -> None:
-    from paceline.analysis.training.certificate import observe
+    from paceline.analysis.training.certificate.observed import observe
 
     record = tuned_run(tuned_spec())
     steps = tuple(

@@ -13,7 +13,7 @@ from paceline.analysis.findings import Measurement
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.analysis.training import metrics, rules_of_thumb
-from paceline.analysis.training.certificate import observe
+from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import open_window
 from paceline.errors import RequestError

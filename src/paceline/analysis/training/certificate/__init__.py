@@ -1,0 +1,120 @@
+"""Proof of equal work: each run is compared with the one-process reference and the other runs of the same work.
+
+See docs/method.md. Every recorded step is compared: with the reference as far as it goes, then with the other cells of
+the group. A check states what was expected, what was seen, and whether that was observed, counted or only declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from paceline.analysis.findings import Certificate, Check
+from paceline.analysis.training.certificate.arithmetic import products, recomputation
+from paceline.analysis.training.certificate.observed import (
+    LOSS,
+    NORM,
+    QUANTITIES,
+    Observed,
+    Standard,
+    observe,
+    standard_of,
+)
+from paceline.analysis.training.certificate.settings import (
+    clipping,
+    debug_switches,
+    declared_dtypes,
+    optimizer_class,
+    parameter_groups,
+    precision_switches,
+)
+from paceline.analysis.training.certificate.traffic import gradients_reduced, only_adapters, wire_dtype
+from paceline.analysis.training.certificate.trajectory import compared_deviations, finite_loss, norms_agree, trajectory
+from paceline.analysis.training.certificate.work import (
+    completed_reference,
+    data_digests,
+    frozen_weights,
+    initial_weights,
+    label_tokens,
+    micro_batches,
+    moved,
+    optimizer_steps,
+    parameter_count,
+    ranks_agree,
+    tokens_per_step,
+)
+from paceline.results.records import RunRecord, Status
+
+
+def certify(record: RunRecord, reference: RunRecord | None, peers: Sequence[RunRecord]) -> Certificate:
+    """Certificate of one run; peers are the other runs of the same work."""
+    run = observe(record)
+    return _judge(run, standard_of(reference, [run, *(observe(p) for p in peers if p.evidence)]))
+
+
+def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
+    """Certificates by run id of all runs with evidence, each judged within its work; each work is read once."""
+    references: dict[str, RunRecord] = {}
+    for record in records:
+        if record.is_reference and (record.spec.work not in references or record.status == Status.OK):
+            references[record.spec.work] = record
+    groups: defaultdict[str, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        judged = record.status in (Status.OK, Status.INVALID) and record.spec.is_certified
+        if judged and (record.status == Status.OK or record.evidence):
+            groups[record.spec.work].append(record)
+    found: dict[str, Certificate] = {}
+    for work, members in groups.items():
+        runs = [observe(record) for record in members]
+        standard = standard_of(references.get(work), runs)
+        found |= {run.run: _judge(run, standard) for run in runs}
+    return found
+
+
+def _judge(run: Observed, standard: Standard) -> Certificate:
+    checks = [
+        dataclasses.replace(check, basis=basis)
+        for decide, basis in CHECKS
+        if (check := decide(run, standard)) is not None
+    ]
+    return Certificate(
+        run=run.run,
+        cell=run.spec.cell,
+        work=run.spec.work,
+        reference=standard.reference.run if standard.reference else None,
+        checks=tuple(checks),
+        steps=len(run.steps),
+        compared_steps=len(compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)),
+    )
+
+
+OBSERVED, COUNTED, DECLARED = "observed", "counted", "declared"
+CHECKS: tuple[tuple[Callable[[Observed, Standard], Check | None], str], ...] = (
+    (completed_reference, OBSERVED),
+    (initial_weights, OBSERVED),
+    (frozen_weights, OBSERVED),
+    (parameter_count, COUNTED),
+    (data_digests, OBSERVED),
+    (tokens_per_step, COUNTED),
+    (label_tokens, COUNTED),
+    (optimizer_steps, COUNTED),
+    (micro_batches, COUNTED),
+    (declared_dtypes, DECLARED),
+    (products, COUNTED),
+    (recomputation, COUNTED),
+    (wire_dtype, COUNTED),
+    (gradients_reduced, COUNTED),
+    (only_adapters, COUNTED),
+    (moved, OBSERVED),
+    (ranks_agree, OBSERVED),
+    (optimizer_class, DECLARED),
+    (parameter_groups, OBSERVED),
+    (clipping, OBSERVED),
+    (precision_switches, OBSERVED),
+    (finite_loss, OBSERVED),
+    (trajectory(LOSS), OBSERVED),
+    (trajectory(NORM), OBSERVED),
+    (norms_agree, OBSERVED),
+    (debug_switches, OBSERVED),
+)

@@ -1,0 +1,92 @@
+"""The same arithmetic on audited steps: dtypes and FLOPs of matrix products, and what was recomputed."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from paceline.analysis.findings import Check
+from paceline.analysis.training.certificate.observed import Observed, Standard, checked
+
+Counts = dict[tuple[int, int], dict[str, tuple[int, int]]]
+# Rounding to these loses nothing.
+WIDE = ("fp32", "float64")
+# Some layers pad the last micro batch or the vocabulary; a missing layer or a skipped product is more.
+FLOPS_TOLERANCE = 0.005
+
+
+def _operations(run: Observed, operation: str) -> Counts:
+    """Calls and work by dtype of one kind of operator, by rank and audited step."""
+    found: Counts = {(o.rank, o.step): {} for o in run.record.operations}
+    for o in run.record.operations:
+        if o.operation == operation:
+            found[o.rank, o.step][o.dtype] = (o.calls, o.work)
+    return found
+
+
+def _dtypes_of(counts: Counts) -> set[str]:
+    return {dtype for by_dtype in counts.values() for dtype in by_dtype}
+
+
+def products(run: Observed, standard: Standard) -> Check | None:
+    """Matrix products on audited steps: the dtypes of the reference's, and as many FLOPs. Values are not rounded to
+    dtypes that the reference does not use, either."""
+    reference = standard.reference
+    if reference is None or not run.record.operations or not reference.record.operations:
+        return None
+    own, known = _operations(run, "product"), _operations(reference, "product")
+    precision = run.spec.training.precision
+    wanted = _dtypes_of(known)
+    problems = [f"products of {dtype}" for dtype in sorted(_dtypes_of(own) - wanted)]
+    casts = _dtypes_of(_operations(reference, "cast")) | wanted | {precision.compute, precision.reduce, *WIDE}
+    problems += [f"values rounded to {dtype}" for dtype in sorted(_dtypes_of(_operations(run, "cast")) - casts)]
+    expected = f"products of {' and '.join(sorted(wanted))}"
+    if run.spec.training.checkpointing == reference.spec.training.checkpointing:
+        per_step = _flops(known)
+        total = statistics.median(per_step.values())
+        expected += f", {total:.6g} FLOPs per step"
+        problems += [
+            f"{flops / total:.4g} times the FLOPs at step {step}"
+            for step, flops in _flops(own).items()
+            if abs(flops - total) > FLOPS_TOLERANCE * total
+        ]
+    plain = ", as plain code" if run.spec.training.compile else ""
+    seen = f"as expected at {len(_flops(own))} steps chosen at random{plain}"
+    return checked("matrix products", expected, problems, seen)
+
+
+def _flops(counts: Counts) -> dict[int, int]:
+    """FLOPs by step over all ranks."""
+    found: Counter[int] = Counter()
+    for (_, step), by_dtype in counts.items():
+        found[step] += sum(work for _, work in by_dtype.values())
+    return dict(found)
+
+
+def recomputation(run: Observed, standard: Standard) -> Check | None:
+    """Activation checkpointing recomputes what it says: activations once more, and attention too if it is full."""
+    if standard.reference is None or not run.record.operations:
+        return None
+    problems, expected = [], []
+    for operation, repeated in (("attention", ("full",)), ("activation", ("full", "selective"))):
+        ratios = [
+            {key: sum(c for c, _ in by_dtype.values()) for key, by_dtype in _operations(each, operation).items()}
+            for each in (run, standard.reference)
+        ]
+
+        def expect(each: Observed, again: tuple[str, ...] = repeated) -> int:
+            training = each.spec.training
+            return each.record.shape.layers * training.accumulation * (2 if training.checkpointing in again else 1)
+
+        if not ratios[1] or set(ratios[1].values()) != {expect(standard.reference)}:
+            continue  # operators that are not counted here, such as a fused layer
+        expected.append(f"{expect(run)} of {operation}")
+        problems += [
+            f"{calls} calls of {operation} on rank {rank} at step {step}"
+            for (rank, step), calls in ratios[0].items()
+            if calls != expect(run)
+        ]
+    if not expected:
+        return None
+    how = run.spec.training.checkpointing
+    return checked("activation checkpointing", f"{how}: {', '.join(expected)} per step", problems, "as expected")

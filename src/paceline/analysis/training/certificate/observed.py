@@ -1,0 +1,143 @@
+"""What the checks look at: one run read once, and the standard that all runs of one work are compared with."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.analysis.findings import Check
+from paceline.analysis.training.window import StepTable, global_loss, learned_tokens, step_table
+from paceline.experiment.spec import RunSpec
+from paceline.models import arithmetic
+from paceline.models.adapters import trained_parameters
+from paceline.results.records import Evidence, RunRecord, Status
+from paceline.results.samples import StepSeries
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One run, or one variant of a reference, read once for all checks."""
+
+    run: str
+    record: RunRecord
+    evidence: Mapping[int, Evidence]
+    table: StepTable
+    losses: Mapping[int, float]
+    tokens: Mapping[int, int]
+    digests: Mapping[int, int]
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The recorded steps, in order."""
+        return self.losses.keys()
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.record.spec
+
+    def by_step(self, field: str) -> dict[int, list[Any]]:
+        """Values of every rank, by step in order."""
+        return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
+
+    @property
+    def switches(self) -> dict[str, str]:
+        return {key: value for e in self.evidence.values() for key, value in e.switches.items()}
+
+
+Values = Callable[[Observed, int], list[float | None]]
+# What is compared at each step; the norm on every rank.
+LOSS, NORM = "loss trajectory", "gradient norm"
+QUANTITIES: Mapping[str, Values] = {
+    LOSS: lambda run, step: [run.losses[step]],
+    NORM: lambda run, step: run.table.at(step, "grad_norm"),
+}
+
+
+def observe(record: RunRecord, variant: int = 0) -> Observed:
+    table = step_table(record, variant)
+    tokens = table.by_step("tokens")
+    losses = map(global_loss, table.by_step("loss"), learned_tokens(table))
+    digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
+    return Observed(
+        record.spec.run_id,
+        record,
+        {o.rank: o.evidence for o in sorted(record.outcomes, key=lambda o: o.rank) if o.evidence},
+        table,
+        dict(zip(table.steps, losses, strict=True)),
+        dict(zip(table.steps, map(sum, tokens), strict=True)),
+        dict(zip(table.steps, digests, strict=True)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """What every run of one work is compared with. reference is None if none is usable; missing then says why.
+
+    group: all runs of the work. cells: by quantity and cell, the value at each step after the reference, the median of
+    the cell's launches.
+    """
+
+    reference: Observed | None
+    variants: tuple[Observed, ...]
+    missing: str
+    group: tuple[Observed, ...]
+    cells: Mapping[str, Mapping[str, Mapping[int, float]]]
+
+
+def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Standard:
+    missing = ""
+    if reference is None:
+        missing = "no reference run of this work was found"
+    elif reference.status != Status.OK:
+        error = reference.error or "no error was recorded"
+        missing = f"the reference {reference.spec.run_id} ended {reference.status}: {error}"
+    elif reference.evidence is None or 0 not in StepSeries.of(reference.steps).column("variant"):
+        missing = f"the reference {reference.spec.run_id} left no evidence or no steps"
+    if reference is None or missing:
+        return Standard(None, (), missing, tuple(group), {})
+    numbers = sorted(set(StepSeries.of(reference.steps).column("variant")) - {0})
+    variants = tuple(observe(reference, number) for number in numbers)
+    base = observe(reference)
+    cells = {name: _cells_after(base, group, values) for name, values in QUANTITIES.items()}
+    return Standard(base, variants, "", tuple(group), cells)
+
+
+def _cells_after(reference: Observed, group: Sequence[Observed], values: Values) -> dict[str, dict[int, float]]:
+    """By cell and step after the reference, the median of the cell's launches."""
+    found: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    last = max(reference.steps)
+    for run in group:
+        for step in (s for s in run.steps if s > last):
+            first = next(iter(values(run, step)), None)
+            if first is not None and math.isfinite(first):
+                found[run.spec.cell][step].append(first)
+    return {cell: {s: statistics.median(v) for s, v in steps.items()} for cell, steps in found.items()}
+
+
+def checked(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
+    """Passes without problems. `observed` is the text of a pass, the first problems that of a failure."""
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
+
+
+def silent_ranks(run: Observed) -> list[str]:
+    return [f"rank {r} left no evidence" for r in range(run.spec.topology.world_size) if r not in run.evidence]
+
+
+def trained_count(run: Observed) -> int:
+    """Number of trained weights, by arithmetic on the shape."""
+    tuning, shape = run.spec.tuning, run.record.shape
+    return arithmetic.parameters(shape) if tuning is None else trained_parameters(shape, tuning)
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:3]))
+    return f"step {shown}" if len(steps) == 1 else f"{len(steps)} steps ({shown}{', ...' if len(steps) > 3 else ''})"
+
+
+def in_words(mapping: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in mapping.items())

@@ -1,0 +1,97 @@
+"""The same traffic on audited steps: which gradients were reduced, in which dtype, and nothing that is frozen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from paceline.analysis.findings import Check
+from paceline.analysis.training.certificate.observed import Observed, Standard, checked, trained_count
+from paceline.experiment import plugins
+from paceline.models.adapters import DTYPE_BYTES, sharded_adapter_parameters
+
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+GATHERS = ("all_gather", "broadcast")
+# Padding of buckets, and scalars such as the gradient norm; a frozen weight would be many times larger.
+BYTES_TOLERANCE = 0.01
+SCALAR_BYTES = 1024
+# Loss and norm scalars are always reduced in fp32; only traffic above this share of the gradients is checked.
+GRADIENT_SHARE = 0.01
+
+
+def only_adapters(run: Observed, standard: Standard) -> Check | None:
+    """Counted bytes of one step: reductions carry the gradients of the adapters once, or once per micro batch if the
+    strategy reduces each. Gathered bytes are reported too: strategies that shard frozen weights must fetch them.
+    """
+    tuning, spec = run.spec.tuning, run.spec
+    if tuning is None or not tuning.has_adapters or spec.topology.world_size == 1:
+        return None
+    count = trained_count(run)
+    declared = plugins.declared("strategies", spec.strategy.name) if spec.strategy else None
+    if declared and declared["PADS_SHARDS"]:  # it also reduces the padding of its shards
+        count = sharded_adapter_parameters(run.record.shape, tuning, spec.topology.world_size)
+    once = count * DTYPE_BYTES[spec.training.precision.reduce]
+    times = reductions_per_step(run)
+    reduced, gathered = _payload(run, REDUCTIONS), _payload(run, GATHERS)
+    slack = BYTES_TOLERANCE * times * once + SCALAR_BYTES
+    problems = [
+        f"{n:,} bytes on rank {rank} at step {step}"
+        for (rank, step), n in sorted(reduced.items())
+        if abs(n - times * once) > slack
+    ]
+    problems = problems if reduced else ["no reduction was counted"]
+    expected = f"{times * once:,} bytes of adapter gradients reduced per step, within 1 %"
+    seen = f"{max(reduced.values(), default=0):,} bytes reduced, {max(gathered.values(), default=0):,} gathered"
+    return checked("only adapters reduced", expected, problems, seen)
+
+
+def reductions_per_step(run: Observed) -> int:
+    """How often gradients are reduced: once, unless the strategy says otherwise."""
+    strategy = run.spec.strategy
+    plugin = plugins.find("strategies", strategy.name) if strategy else None
+    if strategy is None or plugin is None or not hasattr(plugin, "reductions_per_step"):
+        return 1
+    return int(plugin.reductions_per_step(strategy.options, run.spec.training.accumulation))
+
+
+def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[tuple[int, int]]:
+    """Bytes of these operations by rank and audited step."""
+    found: Counter[tuple[int, int]] = Counter({(w.rank, w.step): 0 for w in run.record.wire})
+    for sample in run.record.wire:
+        if sample.operation in operations:
+            found[sample.rank, sample.step] += sample.payload_bytes
+    return found
+
+
+def gradients_reduced(run: Observed, standard: Standard) -> Check | None:
+    """A lower bound on every audited step: the gradients of all trainable weights were reduced at least once."""
+    spec = run.spec
+    if spec.topology.world_size == 1 or (spec.tuning is not None and spec.tuning.has_adapters):
+        return None
+    least = trained_count(run) * DTYPE_BYTES[spec.training.precision.reduce]
+    reduced = _payload(run, REDUCTIONS)
+    problems = [
+        f"{bytes_:,} bytes on rank {rank} at step {step}"
+        for (rank, step), bytes_ in sorted(reduced.items())
+        if bytes_ < (1 - BYTES_TOLERANCE) * least
+    ]
+    problems = problems if reduced else ["no collective was counted"]
+    seen = (
+        f"at least {min(reduced.values(), default=0):,} bytes at {len({s for _, s in reduced})} steps chosen at random"
+    )
+    return checked("gradients reduced", f"at least {least:,} bytes on every rank", problems, seen)
+
+
+def wire_dtype(run: Observed, standard: Standard) -> Check:
+    """The declared reduction dtype is a claim; this is what the collectives carried."""
+    wanted, world_size = run.spec.training.precision.reduce, run.spec.topology.world_size
+    if world_size == 1:
+        return checked("reduction dtype on the wire", "nothing: one process does not reduce", [], "one process")
+    gradient_bytes = max((e.parameters for e in run.evidence.values()), default=0) * DTYPE_BYTES[wanted]
+    payload: Counter[tuple[int, int, str]] = Counter()
+    for w in run.record.wire:
+        if w.operation in REDUCTIONS:
+            payload[w.rank, w.step, w.dtype] += w.payload_bytes
+    seen = {dtype for (_, _, dtype), size in payload.items() if size > GRADIENT_SHARE * gradient_bytes}
+    problems = [f"gradients crossed in {dtype}" for dtype in sorted(seen - {wanted})]
+    problems = problems if seen else ["no reduction of gradients was counted"]
+    return checked("reduction dtype on the wire", wanted, problems, wanted)

@@ -1,0 +1,144 @@
+"""The same trajectory: loss and gradient norm at every step, within what rounding explains."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from paceline.analysis.findings import Check
+from paceline.analysis.training.certificate.observed import (
+    NORM,
+    QUANTITIES,
+    Observed,
+    Standard,
+    Values,
+    checked,
+    steps_text,
+)
+
+# Ranks take the norm of the same reduced gradients, in sums of the same order.
+RANK_TOLERANCE = 1e-5
+FP32_TOLERANCE = 1e-4
+# Another run of the same arithmetic is one more sample next to the three re-seeded references: it sometimes exceeds
+# their largest deviation, but hardly ever twice that.
+SPREAD_FACTOR = 2.0
+# After the reference, the losses of honest bf16 runs on an H200 drifted apart from 6e-4 to 1.5e-2 in 18 steps, never
+# doubling in one of them. Their gradient norms jumped, by up to 0.05; a wrong mean would be a factor.
+GROWTH = 2.0
+LATER_NORM = 0.25
+
+
+def norms_agree(run: Observed, standard: Standard) -> Check | None:
+    """All ranks report the same gradient norm, because it is computed from the reduced gradients."""
+    if run.spec.topology.world_size == 1:
+        return None
+    worst, at = 0.0, None
+    for step in run.steps:
+        known = [x for x in run.table.at(step, "grad_norm") if x is not None and math.isfinite(x)]
+        if known and (spread := (max(known) - min(known)) / max(max(known), 1e-30)) > worst:
+            worst, at = spread, step
+    seen = f"equal at {len(run.steps)} steps" if at is None else f"a spread of {worst:.2g} at step {at}"
+    problems = [seen] if worst > RANK_TOLERANCE else []
+    return checked("gradient norm on all ranks", f"equal at every step, within {RANK_TOLERANCE:g}", problems, seen)
+
+
+def finite_loss(run: Observed, standard: Standard) -> Check:
+    sound = all(map(math.isfinite, run.table.values("loss")))
+    by_step = {} if sound else run.by_step("loss")
+    bad = [step for step, losses in by_step.items() if not all(map(math.isfinite, losses))]
+    problems = [f"a loss that is not a number at {steps_text(bad)}"] if bad else []
+    problems = problems if run.steps else ["no step was recorded"]
+    return checked("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
+
+
+def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int, float]:
+    """|x - reference| / |reference| by common step, worst rank; infinite if a value is missing.
+
+    A step that the fp16 reference skipped for overflow has no norm to compare with.
+    """
+    found = {}
+    skips = reference.spec.training.precision.compute == "fp16"
+    for step in (s for s in reference.steps if s in run.steps):
+        base = values(reference, step)[0]
+        if base is None or not math.isfinite(base):
+            if not skips:
+                found[step] = math.inf
+            continue
+        found[step] = _deviation(values(run, step), base)
+    return found
+
+
+def _deviation(values: Iterable[float | None], base: float) -> float:
+    errors = [math.inf if x is None else abs(x - base) / max(abs(base), 1e-30) for x in values]
+    return max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
+
+
+def compared_deviations(run: Observed, standard: Standard, values: Values, name: str) -> dict[int, float]:
+    """Deviation at each step that can be compared: with the reference as far as it goes, then with the median of all
+    cells, or with the other cell where there are two. A cell alone cannot be compared with itself."""
+    if standard.reference is None:
+        return {}
+    found = _deviations(run, standard.reference, values)
+    cells = standard.cells.get(name, {})
+    peers = cells if len(cells) > 2 else {cell: steps for cell, steps in cells.items() if cell != run.spec.cell}
+    overflows = run.spec.training.precision.compute == "fp16"
+    for step in (s for s in run.steps if s > max(standard.reference.steps)):
+        known = [steps[step] for steps in peers.values() if step in steps]
+        own = values(run, step)
+        if known and not (overflows and all(x is None for x in own)):
+            found[step] = _deviation(own, statistics.median(known))
+    return found
+
+
+def _limits(
+    standard: Standard, run: Observed, name: str, deviations: Mapping[int, float]
+) -> tuple[Mapping[int, float], str]:
+    """The deviation that rounding alone explains at each step, and where that comes from.
+
+    It grows with the spread of the re-seeded references so far: a later spread never excuses an earlier step. After the
+    reference, the differences of honest runs still grow, but not suddenly: one step may double the largest so far.
+    """
+    assert standard.reference is not None
+    reference, compute = standard.reference, run.spec.training.precision.compute
+    spread: defaultdict[int, float] = defaultdict(float)
+    for variant in standard.variants:
+        for step, deviation in _deviations(variant, reference, QUANTITIES[name]).items():
+            spread[step] = max(spread[step], deviation)
+    least = FP32_TOLERANCE if compute == "fp32" else 0.0
+    so_far, reached, limits = 0.0, 0.0, {}
+    for step in sorted({*reference.steps, *run.steps}):
+        so_far = max(so_far, spread[step] if math.isfinite(spread[step]) else 0.0)
+        limits[step] = max(least, SPREAD_FACTOR * so_far)
+        if step not in reference.steps:
+            limits[step] = max(limits[step], GROWTH * reached, LATER_NORM if name == NORM else 0.0)
+        reached = max(reached, min(deviations.get(step, 0.0), limits[step]))
+    origin = f"{SPREAD_FACTOR:g} x the spread so far of {len(standard.variants)} re-seeded references in {compute}"
+    if compute == "fp32":
+        return limits, f"at least {FP32_TOLERANCE:g}, or {origin}" if standard.variants else "fixed for fp32"
+    return limits, f"{origin}, {so_far:.2g} at the last step"
+
+
+def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
+    values = QUANTITIES[name]
+
+    def check(run: Observed, standard: Standard) -> Check | None:
+        if standard.reference is None:
+            return None
+        deviations = compared_deviations(run, standard, values, name)
+        limits, origin = _limits(standard, run, name, deviations)
+        if not any(step in standard.reference.steps for step in deviations):
+            return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
+        # The step closest to its limit, or furthest beyond it.
+        step = max(deviations, key=lambda s: deviations[s] / max(limits[s], 1e-30))
+        worst, limit = deviations[step], limits[step]
+        cells = len(standard.cells.get(name, {}))
+        others = f"the median of {cells} cells" if cells > 2 else "the other cell"
+        source = "the reference" if step in standard.reference.steps else others
+        expected = f"within {limit:.2g} of {source} at step {step}, relative ({origin})"
+        seen = f"{worst:.2g} at step {step}, the closest to its limit of {len(deviations)} compared steps"
+        seen = seen if math.isfinite(worst) else f"not a number at step {step}"
+        return checked(name, expected, [] if worst <= limit else [seen], seen)
+
+    return check
