@@ -64,7 +64,14 @@ class CheckpointError(PacelineError):
 
 
 class LaunchError(PacelineError):
-    """An engine did not take the job, or cannot be asked about it any more; says which command shows why."""
+    """An engine did not take the job, or cannot be asked about it any more; says which command shows why.
+
+    recurs: the engine would refuse the next run for the same reason, such as a full quota or a missing permission.
+    """
+
+    def __init__(self, text: str, *, recurs: bool = False) -> None:
+        super().__init__(text)
+        self.recurs = recurs
 
 
 class StrayJobError(LaunchError):

@@ -209,7 +209,12 @@ SCENARIOS = {
         {"kind": "jobset"},
         meanwhile=delete_pod,
     ),
-    "dissolved": Scenario("failed", r"namespace dissolved", LONG, meanwhile=delete_namespace),
+    "dissolved": Scenario(
+        "failed",
+        r"in namespace dissolved .* the permission was removed, or the namespace deleted|the job \S+ is (gone|being)",
+        LONG,
+        meanwhile=delete_namespace,
+    ),
     "overdrawn": Scenario(
         "failed",
         r"after 4 s \d of 2 pods have started: FailedCreate: .*exceeded quota: team, requested: requests.cpu=1, "
@@ -285,6 +290,14 @@ def lose_second_node(bed: Bed, name: str, spec: RunSpec) -> None:
     bed.cluster.lose_node(asked_by_rank_0(bed, name, spec)[1]["spec"]["nodeName"])
 
 
+def delete_second_pod(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.delete_pod(asked_by_rank_0(bed, name, spec)[1])
+
+
+def mute_second_node(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.mute_node(asked_by_rank_0(bed, name, spec)[1]["spec"]["nodeName"])
+
+
 def evict_client(bed: Bed, name: str, spec: RunSpec) -> None:
     bed.cluster.evict(asked_by_rank_0(bed, name, spec)[0])
 
@@ -308,8 +321,13 @@ SERVED: dict[str, Any] = {
     },
     "before": add_claim,
 }
+GONE = "is gone; rank 0 continues with the other replicas"
+# What is said of the second node.
+WITHOUT = {"bereft": GONE, "widowed": GONE, "unheard": "is silent: it has not ended 4 s after the client"}
 BEREAVED = {
     "bereft": Scenario("ok", **SERVED, meanwhile=lose_second_node),
+    "widowed": Scenario("ok", **SERVED, meanwhile=delete_second_pod),
+    "unheard": Scenario("ok", **SERVED, meanwhile=mute_second_node),
     "headless": Scenario("preempted", **SERVED, meanwhile=evict_client),
 }
 
@@ -405,7 +423,7 @@ def test_a_launch_after_an_outage_removes_the_job_that_the_outage_left(bed: Bed)
     """The API server was away for longer than the patience: the run failed and its job could not be deleted."""
     name = "outlasted"
     bed.prepare(name)
-    spec = bed.spec_of(name, env={"LIGHT_S": "10"}, patience_s=4.0)
+    spec = bed.spec_of(name, env={"LIGHT_S": "10"}, patience_s=4.0, kind="trainjob")
     with ThreadPoolExecutor(1) as aside:
         running = aside.submit(bed.run, spec)
         moving(bed, name, spec)
@@ -430,8 +448,9 @@ def test_a_launch_after_an_outage_removes_the_job_that_the_outage_left(bed: Bed)
     until(lambda: not bed.cluster.leftovers(name), "the end of everything")
 
 
-def test_replicas_go_on_without_a_node_that_was_lost(bed: Bed, records: dict[str, Future[Any]]) -> None:
-    record = records["bereft"].result()
+@pytest.mark.parametrize("name", WITHOUT)
+def test_replicas_go_on_without_a_node_that_was_lost(name: str, bed: Bed, records: dict[str, Future[Any]]) -> None:
+    record = records[name].result()
     assert sorted(request.sample for request in record.requests) == list(range(REQUESTS)), record.error
     assert {request.error for request in record.requests} == {None}
     assert [replica.died_ns is not None for replica in record.replicas] == [False, True]
@@ -441,8 +460,12 @@ def test_replicas_go_on_without_a_node_that_was_lost(bed: Bed, records: dict[str
     # A client that was late on a busy machine says so itself, and only that.
     assert record.status == "ok" or str(record.error).startswith("client: "), record.error
     log = (bed.run_dir(record.spec) / "log.txt").read_text()
-    assert re.search(r"paceline: node 1 \(bereft-.\) is gone; rank 0 continues with the other replicas", log), log
-    until(lambda: not bed.cluster.leftovers("bereft"), f"the end of {bed.cluster.leftovers('bereft')}")
+    assert re.search(rf"paceline: node 1 \({name}-.\) {WITHOUT[name]}", log), log
+    if name == "unheard":
+        # Only its node could confirm its end, or somebody who deletes the node.
+        (left,) = bed.cluster.pods(name)
+        bed.cluster.lose_node(left["spec"]["nodeName"])
+    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
 
 
 def test_nothing_goes_on_without_the_node_of_the_client(bed: Bed, records: dict[str, Future[Any]]) -> None:

@@ -18,6 +18,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _job
 from paceline.launchers.kubernetes import run as _kube_run
+from paceline.launchers.kubernetes import states as _kube_states
 from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests
 from paceline.launchers.kubernetes.options import KINDS
 from paceline.results import store
@@ -101,6 +102,7 @@ def light(replace: Callable[[object, str, object], None] = setattr) -> None:
     # A pod on a node that answers no more never goes; nobody waits for it for long here.
     replace(_kube_run, "REMOVAL_S", 5.0)
     replace(_kube_run, "REMOVAL_PATIENCE_S", 4.0)
+    replace(_kube_states, "OVERDUE_S", 4.0)
 
 
 if __name__ == "__main__":

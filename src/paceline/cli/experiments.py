@@ -36,7 +36,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument(
         "--keep-going",
         action="store_true",
-        help="start every run, even after one could not start for a reason that would repeat (no image, no nodes)",
+        help="start every run, even after one failed for a reason that would repeat (no image, no nodes)",
     )
     verb.add_argument(
         "--until", metavar="PCT", help="repeat cells until every comparison is known to +-PCT, such as 2%%"

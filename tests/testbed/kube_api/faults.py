@@ -69,6 +69,13 @@ class Accidents:
                 self.state.modify(PODS, pod, lambda p: set_condition(p, "DisruptionTarget", *said))
                 self.state.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
+    def mute_node(self, name: str) -> None:
+        """The machine answers no more, and the cluster has not noticed: for it everything there runs."""
+        self.kubelet.silence(name)
+        for pod in self.state.list(PODS):
+            if pod["spec"].get("nodeName") == name:
+                self.kubelet.kill(pod["metadata"]["uid"])
+
     def run_out_of_memory(self, pod: Object) -> None:
         self.kubelet.kill(pod["metadata"]["uid"], oom=True)
 

@@ -70,7 +70,7 @@ def campaign(
     """Run every spec that is not sealed yet, references first, and return the status of each.
 
     RequestError, before anything is written, if an engine cannot take any of them. retry repeats runs that did not end
-    ok. After a run that could not start for a reason that would repeat, runs that would meet it too are left out,
+    ok. After a run that failed for a reason that would repeat, runs that would meet it too are left out,
     unless keep_going is true. notify gets messages about slow steps before the first run. With a stopping rule, cells
     are repeated until it is met; after each round notify gets the answer so far (`partial`) and what is still to come.
     """
@@ -132,8 +132,9 @@ def campaign(
 
 @dataclass
 class Obstacles:
-    """Runs that could not start for a reason that would repeat: no image, no nodes, no quota. Runs on the same launcher
-    that need at least as many nodes are left out, because each would wait for minutes and fail the same way."""
+    """Runs that failed for a reason that would repeat: no image, no nodes, no quota, no permission. Runs on the same
+    launcher that need at least as many nodes are left out: each would wait, often for minutes, and fail the same way.
+    """
 
     keep_going: bool
     met: list[RunSpec] = field(default_factory=list)
@@ -148,7 +149,7 @@ class Obstacles:
         count = len(self.left_out)
         runs = "1 run was" if count == 1 else f"{count} runs were"
         return (
-            f"{runs} not started: {self.met[0].run_id} could not start for a reason that would repeat. Fix it and run "
+            f"{runs} not started: {self.met[0].run_id} failed for a reason that would repeat. Fix it and run "
             "the same command with --resume, or use --keep-going to start every run."
         )
 
@@ -411,7 +412,7 @@ def execute(
     """Launch a run, and launch it again while its trust light is red and repeats are left.
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
-    attempts/ of its directory. obstacles notes a run that could not start for a reason that would repeat.
+    attempts/ of its directory. obstacles notes a run that failed for a reason that would repeat.
     """
     repeats = repeats or RedRepeats(red_repeats())
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most

@@ -123,7 +123,7 @@ def run_attempts(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_d
         except LaunchError as refusal:
             # An engine that accepted this job before may accept it again.
             status, error, retryable = Status.FAILED, str(refusal), bool(attempts.ended(run_dir))
-            gone = not isinstance(refusal, StrayJobError)
+            gone, recurs = not isinstance(refusal, StrayJobError), refusal.recurs
         else:
             status, error = judge(spec, run_dir, end)
             retryable, gone, lost = is_retryable(status, spec, run_dir, end), end.gone, end.state.lost
@@ -218,7 +218,7 @@ def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obs
     except LaunchError as refusal:
         if gone:
             raise
-        raise StrayJobError(str(refusal)) from None
+        raise StrayJobError(str(refusal), recurs=refusal.recurs) from None
     return replace(end, gone=gone)
 
 

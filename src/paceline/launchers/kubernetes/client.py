@@ -86,9 +86,12 @@ class Rights:
         Whoever could create or read an object is assumed to be allowed to delete it: a job that is left behind costs
         more than a few requests.
         """
-        known = any(name == plural for _, name in self.worked) if verb == "delete" else (verb, plural) in self.worked
         first = self.refused_at.setdefault((verb, plural), time.monotonic())
-        return known and time.monotonic() - first < FORBIDDEN_S
+        return self.are_known(verb, plural) and time.monotonic() - first < FORBIDDEN_S
+
+    def are_known(self, verb: str, plural: str) -> bool:
+        """Whether the right worked before."""
+        return any(name == plural for _, name in self.worked) if verb == "delete" else (verb, plural) in self.worked
 
 
 # By context, server and namespace. All runs of a campaign share what is known.
@@ -248,21 +251,27 @@ class Cluster:
             # The user is unknown, so `auth can-i` would be refused as well.
             renew = "log in again, or renew the token or certificate of this context"
             shown = f"kubectl config view --minify{by_context}"
-            return LaunchError(f"the cluster rejected these credentials ({message}): {renew}{_TRY}{shown}")
+            text = f"the cluster rejected these credentials ({message}): {renew}{_TRY}{shown}"
+            return LaunchError(text, recurs=True)
         if status == 403 and "exceeded quota" in message:
             shown = f"kubectl describe quota --namespace {self.namespace}{by_context}"
-            return LaunchError(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{shown}")
+            return LaunchError(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{shown}", recurs=True)
         if status == 403 and not _NO_RIGHT.search(message):
-            return LaunchError(f"the cluster refuses to {verb} {resource.plural} {where} ({message})")
+            return LaunchError(f"the cluster refuses to {verb} {resource.plural} {where} ({message})", recurs=True)
         if status == 403:
             allowed = f"kubectl auth can-i {verb} {resource.plural} --namespace {self.namespace}"
-            return Forbidden(f"not permitted to {verb} {resource.plural} {where} ({message}){_TRY}{allowed}")
+            # The roles of a namespace are deleted with it.
+            gone = ": it was permitted before; the permission was removed, or the namespace deleted"
+            lost = gone if self.rights.are_known(verb, resource.plural) else ""
+            text = f"not permitted to {verb} {resource.plural} {where} ({message}){lost}{_TRY}{allowed}"
+            return Forbidden(text, recurs=True)
         if status == 404 and verb == "create" and "namespaces" in message:
             made = f"paceline cluster init --namespace {self.namespace} --apply{by_context}"
-            return NotFound(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{made}")
+            return NotFound(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{made}", recurs=True)
         if status == 404 and verb == "create":
             known = f"kubectl api-resources --api-group={resource.group_and_version[0]}"
-            return NotFound(f"the cluster has no {resource.plural} of {resource.api} ({message}){_TRY}{known}")
+            text = f"the cluster has no {resource.plural} of {resource.api} ({message}){_TRY}{known}"
+            return NotFound(text, recurs=True)
         if status == 404:
             return NotFound(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}kubectl get namespaces")
         if status == 400 and resource.plural == "pods/log":

@@ -349,7 +349,8 @@ def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> N
         except LaunchError as refusal:
             if isinstance(stop, LaunchError):
                 command = f"kubectl delete {resource.plural} {name} --namespace {cluster.namespace}"
-                raise LaunchError(f"{stop}; {refusal}; the job may still exist: {command}") from None
+                text = f"{stop}; {refusal}; the job may still exist: {command}"
+                raise LaunchError(text, recurs=stop.recurs) from None
 
     with contextlib.ExitStack() as stack:
         stack.push(undo)

@@ -16,8 +16,9 @@ from typing import Any
 
 from paceline.contract import JobState
 from paceline.errors import StoreError
-from paceline.launchers._job import awaited_ranks, have_ended, is_past_setup
+from paceline.launchers._job import awaited_ranks, have_ended, is_past_setup, ranks_of
 from paceline.launchers.kubernetes.manifests import CONTAINER
+from paceline.results import store
 from paceline.results.records import Status
 from paceline.results.safe_text import text as safe_text
 
@@ -51,6 +52,9 @@ STUCK = (
 )
 # After a node failed while rank 0 seemed to be in setup: how long rank 0's progress may still be on its way.
 NOTICE_S = 5.0
+# After the client has ended: how long the replicas of the other nodes may take to end. The cluster itself gives up a
+# silent node after more than five minutes.
+OVERDUE_S = 30.0
 _NO_INDEX_LIMIT = (
     "the cluster dropped backoffLimitPerIndex from the Job (Kubernetes before 1.29, or the feature is off): "
     "the loss of any node ends this run"
@@ -351,6 +355,7 @@ class Losses:
     lost: list[int] = field(default_factory=list)
     deletions: Deletions = field(default_factory=Deletions)
     _failed_at: float | None = None
+    _client_ended_at: float | None = None
     _is_warned: bool = False
     # By node: the pod of a lost node may no longer be listed.
     _hosts: dict[int | None, str] = field(default_factory=dict)
@@ -363,11 +368,14 @@ class Losses:
         self._hosts |= {index_of(pod): host for pod in snapshot.pods if (host := pod["spec"].get("nodeName"))}
         failed, expendable = failed_nodes(snapshot), self._expendable(snapshot)
         if is_past_setup(self.run_dir):
-            for node in sorted((failed & expendable) - set(self.lost)):
+            overdue = self._overdue()
+            for node in sorted(((failed | overdue) & expendable) - set(self.lost)):
                 self.lost.append(node)
                 host = self._hosts.get(node, "never scheduled")
                 names = [str(pod["metadata"]["name"]) for pod in snapshot.pods if index_of(pod) == node]
-                self.note(f"node {node} ({host}) is gone; rank 0 continues with the other replicas", names)
+                how = "is gone; rank 0 continues with the other replicas"
+                silent = f"is silent: it has not ended {OVERDUE_S:g} s after the client"
+                self.note(f"node {node} ({host}) {how if node in failed else silent}", names)
         fatal = failed - set(self.lost)
         if fatal and fatal <= expendable:
             self._failed_at = time.monotonic() if self._failed_at is None else self._failed_at
@@ -384,6 +392,16 @@ class Losses:
             reason = f"the pod of node {node}{host} of {left.name} was evicted or deleted"
             state = replace(state, status=Status.PREEMPTED, reason=reason)
         return replace(state, lost=tuple(self.lost))
+
+    def _overdue(self) -> set[int]:
+        """Return the nodes whose ranks have not reported their end OVERDUE_S after those of the client's node."""
+        ended = {outcome.rank for outcome in store.sound_outcomes(self.run_dir)}
+        if not set(ranks_of(0, self.ranks)) <= ended:
+            return set()
+        self._client_ended_at = time.monotonic() if self._client_ended_at is None else self._client_ended_at
+        if time.monotonic() - self._client_ended_at < OVERDUE_S:
+            return set()
+        return {node for node in range(self.nodes) if not set(ranks_of(node, self.ranks)) <= ended}
 
     def _without_lost(self, snapshot: Snapshot) -> Snapshot:
         kept = [pod for pod in snapshot.pods if index_of(pod) not in self.lost]

@@ -430,8 +430,31 @@ def test_a_cause_that_would_repeat_stops_the_runs_that_would_meet_it(
         return
     assert engine.started == [("slurm:partition=a", 2), ("slurm:partition=b", 2), ("slurm:partition=a", 1)]
     assert statuses == [Status.FAILED, Status.OOM, Status.OOM]
-    assert messages[-1].startswith(f"2 runs were not started: {specs[0].run_id} could not start for a reason that")
+    assert messages[-1].startswith(f"2 runs were not started: {specs[0].run_id} failed for a reason that")
     assert not (tmp_path / specs[1].experiment / specs[1].run_id).exists(), "so that the next command runs it"
+
+
+class Refusing(NoImage):
+    """Refuses every submission; the first time for a reason that may pass."""
+
+    def submit(self, job: Job) -> Mapping[str, Any]:
+        super().submit(job)
+        if len(self.started) == 1:
+            raise LaunchError("the API server does not answer (tried for 120 s)")
+        raise LaunchError("cannot create jobs in namespace bench (exceeded quota: runs)", recurs=True)
+
+
+def test_a_refusal_that_would_repeat_stops_the_campaign_and_one_that_may_pass_does_not(
+    tmp_path: Path, make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Refusing(lambda run_dir: None)
+    load = plugins.load
+    monkeypatch.setattr(controller, "load", lambda kind, name: engine if kind == "launchers" else load(kind, name))
+    specs = [make_spec(None, processes=1, nodes=2, workload="collectives", steps=step) for step in (1, 2, 3, 4)]
+    messages: list[str] = []
+    statuses = controller.campaign(specs, tmp_path, Watcher(), notify=messages.append)
+    assert statuses == [Status.FAILED, Status.FAILED]
+    assert messages[-1].startswith(f"2 runs were not started: {specs[1].run_id} failed for a reason that")
 
 
 def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_one(

@@ -218,8 +218,10 @@ def test_a_right_that_stays_refused_is_withdrawn_and_is_not_waited_for_twice(
     monkeypatch.setattr(client, "FORBIDDEN_S", 0.05)
     answers.next = [(200, MANIFEST), DENIED]
     cluster.read(JOBS, "j")
-    with pytest.raises(client.Forbidden, match="not permitted to get jobs"):
+    with pytest.raises(client.Forbidden, match="permission was removed, or the namespace deleted") as caught:
         cluster.read(JOBS, "j")
+    assert str(caught.value).startswith("not permitted to get jobs in namespace bench")
+    assert caught.value.recurs
     asked = len(answers.asked)
     assert asked > 2
     again = Cluster.reach(None, "bench", 30.0)

@@ -111,6 +111,24 @@ def test_a_run_of_replicas_goes_on_without_a_node(
     assert len(watched.notes) == 1
 
 
+def test_after_the_load_nobody_waits_for_a_silent_node_that_the_cluster_has_not_given_up(
+    watched: Watched, served: RunSpec, run_dir: Path, make_outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(run_dir, "timing")
+    everybody = (pod(0), pod(1), pod(2))
+    assert watched.state(*everybody).running
+    spoke(run_dir, make_outcome, 0, 1, 4, 5)
+    state = watched.state(*everybody)
+    assert (state.running, state.lost) == (True, ()), "it may only be slower than the client"
+    monkeypatch.setattr(states, "OVERDUE_S", 0.0)
+    state = watched.state(*everybody)
+    assert (state.running, state.status, state.lost) == (False, None, (1,))
+    assert judge(served, run_dir, End(state)) == (Status.OK, None)
+    assert watched.notes == [
+        ("node 1 (host-1) is silent: it has not ended 0 s after the client", [f"{NAME}-1-x"]),
+    ]
+
+
 def test_a_job_that_ended_with_failed_indexes_has_ended_well_without_them(watched: Watched, run_dir: Path) -> None:
     at(run_dir, "timing")
     state = watched.state(pod(0, DONE, phase="Succeeded"), failed="1,2", reason="FailedIndexes")
