@@ -31,6 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests run side by side: threads of several processes would wait for each other's turn on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# oneDNN prepares every product of an Arm processor for longer than the tiny ones of tests take.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
 # They are each other's busy neighbours too: without this, every run would be launched three times.
 os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 # Experiments of tests are in temporary directories, outside of the current one, and name what is in these packages.
