@@ -34,6 +34,7 @@ GROUPS = {
     "Test the load generator": ("selftest", "mock-replica"),
     "Look things up": ("list", "advise"),
 }
+LONGEST_MESSAGE = 2000
 CLOSING = "Start with `paceline doctor`, then `paceline run quick`. `paceline VERB --help` explains one verb."
 
 
@@ -64,12 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_REQUEST
     except PacelineError as error:
         # The message may quote the content of a file.
-        print(f"paceline: {safe_text.text(str(error))}", file=sys.stderr)
+        print(f"paceline: {safe_text.text(_shortened(str(error)))}", file=sys.stderr)
         return WRONG_REQUEST
     except KeyboardInterrupt as stop:
         done = f"{stop}; " if str(stop) else ""
         print(f"paceline: interrupted; {done}finished runs are kept, repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
+
+
+def _shortened(message: str) -> str:
+    """A message that repeats a huge value, without the middle of it."""
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    half = LONGEST_MESSAGE // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 def parser() -> Parser:

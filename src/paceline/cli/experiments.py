@@ -90,11 +90,14 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
 
 def run(arguments: argparse.Namespace) -> int:
     from paceline.experiment import expansion
-    from paceline.experiment.plugins import load
+    from paceline.experiment.plugins import is_shipped, load
 
-    launcher = load("launchers", expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher).name)
-    if hasattr(launcher, "attend"):
-        return int(launcher.attend(arguments.out, lambda: _run(arguments)))
+    name = expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher).name
+    # A module that only a file names is not imported before that file is checked.
+    if is_shipped("launchers", name) or arguments.launcher:
+        launcher = load("launchers", name)
+        if hasattr(launcher, "attend"):
+            return int(launcher.attend(arguments.out, lambda: _run(arguments)))
     return _run(arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from paceline.errors import require
 from paceline.experiment import factorial, recipe, variables
 from paceline.experiment.factorial import Design, Level
 from paceline.experiment.fields import Cell, DesignFields, validate
-from paceline.experiment.spec import NO_CELL, RunSpec
+from paceline.experiment.spec import NO_CELL, RunSpec, check_runs
 
 PREFIX = "design."
 # An experiment has one device, and a warm-up is not a single value. Two levels of a field that is not part of the cell
@@ -48,6 +49,8 @@ def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> 
     for name, levels in block.factors.items():
         require(_is_factor(name), "design.factors", name, f"env.VARIABLE or one of {', '.join(FACTORS)}")
         require(len(levels) > 1, f"design.factors.{name}", levels, "two levels or more, the baseline first")
+    if block.kind == factorial.FACTORIAL:
+        check_runs("design.factors", math.prod(len(levels) for levels in block.factors.values()))
     generators = _generators(block) if block.kind == factorial.FRACTIONAL else {}
     first = {name: levels[0] for name, levels in block.factors.items()}
     changed = [name for point in block.combined for name in point if name != "name"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
 from paceline.experiment.plugins import Traits
 from paceline.experiment.reading import parse_yaml, read, read_launcher
-from paceline.experiment.spec import RunSpec, Tuning
+from paceline.experiment.spec import RunSpec, Tuning, check_runs
 
 # `processes: doubling` is 1, 2, 4, ... up to one process per device.
 DOUBLING = "doubling"
@@ -183,6 +184,7 @@ def _points(
             else:
                 accepted = "a list of at least one value"
                 require(isinstance(own, list) and len(own) > 0, f"matrix.{key}", own, accepted)
+        check_runs("matrix", math.prod(len(own) for own in values.values()))
         for point in itertools.product(*values.values()):
             fields = dict(zip(values, point, strict=True))
             if doubling:
@@ -240,6 +242,7 @@ def _choice_text(value: Mapping[str, Any]) -> str:
 
 def order(cells: Sequence[RunSpec], repeats: int, seed: int) -> list[RunSpec]:
     """One shuffled round of all cells per repeat, by the recorded seed. Two cells alternate as ABBA: drift cancels."""
+    check_runs("repeats", len(cells) * repeats)
     shuffle = random.Random(seed)
     rounds: list[RunSpec] = []
     for repeat in range(repeats):

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from paceline.errors import RequestError, Scalar, did_you_mean, require
+from paceline.errors import RequestError, Scalar, did_you_mean, require, shown
 from paceline.experiment import plugins, variables
 from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
@@ -145,11 +145,11 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
             known = _known_fields(model, first["loc"])
             hint = did_you_mean(str(first["loc"][-1]), known)
             accepted = "a known field" if hint else f"one of {', '.join(known)}"
-            raise RequestError(f"{where}: got the field {field!r}, expected {accepted}.{hint}") from None
+            raise RequestError(f"{where}: got the field {shown(field)}, expected {accepted}.{hint}") from None
         if first["type"] == "missing":
             raise RequestError(f"{where}: the field {field!r} is missing.") from None
         expected = _EXPECTED.get(first["type"], first["msg"].removeprefix("Input should be "))
-        raise RequestError(f"{where}: {field}: got {given!r}, expected {expected}.") from None
+        raise RequestError(f"{where}: {field}: got {shown(given)}, expected {expected}.") from None
 
 
 def _known_fields(model: type[Any], location: Sequence[int | str]) -> list[str]:

@@ -9,11 +9,39 @@ from typing import Any
 
 import yaml
 
-from paceline.errors import RequestError, did_you_mean
+from paceline.errors import LONGEST_SHOWN, RequestError, did_you_mean, shown
+
+# Limits of a file, checked before its content is built. An alias counts as often as it is used.
+MOST_FILE_BYTES = 2**20
+MOST_NODES = 100_000
+LONGEST_NUMBER = 400
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-4 is a number, as people expect (YAML 1.1 requires 1.0e-4)."""
+    """Safe YAML in which 1e-4 is a number, as people expect (YAML 1.1 requires 1.0e-4). It refuses what would take long
+    to build: numbers of many digits, and aliases of aliases."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}, set()) > MOST_NODES:
+            raise yaml.YAMLError(f"more than {MOST_NODES:,} values, with each alias counted as often as it is used")
+        return node
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
+    """The number of nodes below and with this one, aliases expanded."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+            raise yaml.YAMLError(f"a number of {len(node.value):,} characters")
+        return 1
+    if id(node) in above:
+        raise yaml.YAMLError("an alias that contains itself")
+    if id(node) not in sizes:
+        above.add(id(node))
+        parts = (part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,)))
+        sizes[id(node)] = 1 + sum(_expanded(part, sizes, above) for part in parts)
+        above.discard(id(node))
+    return sizes[id(node)]
 
 
 Loader.add_implicit_resolver(
@@ -53,14 +81,18 @@ def read_launcher(path: str) -> dict[str, Any]:
         raise RequestError(f"{where}: no such file; expected a YAML file or the name of a launcher.")
     options = _parse(_text_of(Path(path), where), where, "name and the launcher's options")
     if not isinstance(options.get("name"), str):
-        given = repr(options["name"]) if options.get("name") is not None else "none"
+        given = shown(options["name"]) if options.get("name") is not None else "none"
         raise RequestError(f"{where}: name: got {given}, expected the name of a launcher, as in `name: kubernetes`.")
     return options
 
 
 def _text_of(path: Path, where: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_FILE_BYTES + 1)
+        if len(content) > MOST_FILE_BYTES:
+            raise RequestError(f"{where}: got more than {MOST_FILE_BYTES // 2**20} MiB, expected a YAML file.")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{where} cannot be read ({error}).") from None
 
@@ -70,14 +102,23 @@ _CONTENTS = {type(None): "nothing", list: "a list", str: "text"}
 
 
 def parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader)  # noqa: S506 (Loader is a SafeLoader)
+    """The value of a YAML text; a yaml.YAMLError whatever is wrong with it."""
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 (Loader is a SafeLoader)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except (ValueError, OverflowError, TypeError, AttributeError) as error:
+        # Dates that do not exist, `!!int x`, and other values that their tags do not allow.
+        raise yaml.YAMLError(str(error)) from None
 
 
 def _parse(text: str, where: str, content: str = "name, base and matrix") -> dict[str, Any]:
     try:
         value = parse_yaml(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise RequestError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+    except yaml.YAMLError as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) <= 2 * LONGEST_SHOWN else f"{text[: 2 * LONGEST_SHOWN]}..."
+        raise RequestError(f"{where}: not valid YAML ({text})") from None
     if not isinstance(value, dict):
         given = _CONTENTS.get(type(value), "one value")
         raise RequestError(f"{where}: got {given}, expected a mapping with {content}.")

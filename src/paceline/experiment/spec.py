@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, shown
 from paceline.errors import Scalar as Scalar
 from paceline.errors import require as require
 from paceline.experiment import plugins
@@ -62,6 +62,17 @@ def measured(options: Mapping[str, Any], unmeasured: Collection[str]) -> dict[st
     return {key: value for key, value in options.items() if key not in (*WAITING, *unmeasured)}
 
 
+# More than anyone has or waits for. Checked before anything is done for each of them.
+MOST_PROCESSES = 100_000
+MOST_RUNS = 10_000
+
+
+def check_runs(where: str, count: int) -> None:
+    """Refuse more runs than an experiment may have, before any of them is made."""
+    if count > MOST_RUNS:
+        raise RequestError(f"{where}: got {shown(count)} runs, expected at most {MOST_RUNS:,} in one experiment.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """The processes of a run; one process drives one device."""
@@ -74,6 +85,10 @@ class Topology:
         require(self.device in DEVICES, "device", self.device, " or ".join(DEVICES))
         require(self.nodes >= 1, "nodes", self.nodes, "a whole number from 1")
         require(self.processes_per_node >= 1, "processes", self.processes_per_node, "a whole number from 1")
+        accepted = f"at most {MOST_PROCESSES:,} processes in all"
+        for name, count in (("nodes", self.nodes), ("processes", self.processes_per_node)):
+            require(count <= MOST_PROCESSES, name, count, accepted)
+        require(self.world_size <= MOST_PROCESSES, "nodes x processes", self.world_size, accepted)
 
     @property
     def world_size(self) -> int:

@@ -11,6 +11,7 @@ import importlib
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -190,6 +191,8 @@ def _revision() -> str | None:
 
 def _output(*command: str) -> str | None:
     """Standard output of a short command, or None if it is missing, slow or fails."""
+    if shutil.which(command[0]) is None:
+        return None  # Much cheaper than a process that fails to start.
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=quiet, check=False)
