@@ -43,6 +43,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.files import write_atomically
 from paceline.host.processes import end_with_parent
+from paceline.models.shape import Shape
 from paceline.results import safe_text, samples, sealing
 from paceline.results.records import SAMPLE_TYPES, SCHEMA, End, Evidence, Outcome, RunRecord, Sample, Status
 from paceline.results.samples import StepSeries
@@ -374,8 +375,6 @@ def sound_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
 
 _RANK_NUMBER = re.compile(r"0|[1-9][0-9]{0,6}")
 _MOST_TEXT = 65_536
-# Unix time of the year 2286: later times are damage.
-_LATEST_S = 1e10
 
 
 def _read_outcome(path: Path) -> Outcome:
@@ -387,8 +386,10 @@ def _read_outcome(path: Path) -> Outcome:
         outcome = Outcome(**own, evidence=Evidence(**evidence) if evidence else None)
         if str(outcome.rank) != path.stem.removeprefix("outcome-"):
             raise ValueError(f"rank: got {outcome.rank}, expected the number in the file's name")
-        if outcome.pid >= 1 << 32 or max(outcome.started_at, outcome.ended_at) >= _LATEST_S:
-            raise ValueError("a process id or a time that cannot be")
+        if outcome.pid >= 1 << 32:
+            raise ValueError("a process id that cannot be")
+        if outcome.evidence and outcome.evidence.shape:
+            _checked(dict(outcome.evidence.shape), rule_of(Shape))
     return outcome
 
 

@@ -30,6 +30,8 @@ UNBOUNDED = frozenset({"loss", "losses", "grad_norm", "squares", "found", "expec
 SIGNED = frozenset({"temperature_c", "settings", "optimizer", "groups", "facts", "shape"})
 # Durations by which something is divided.
 POSITIVE = frozenset({"duration_s", "durations_s", "collective_s", "together_s"})
+# Unix time of the year 2286: later times are damage, and calendars fail at some of them.
+LATEST_S = 1e10
 # A larger whole number does not fit into the arithmetic of floats, and none is measured.
 MOST = 2**200
 _NUMBERS = frozenset({int, float})
@@ -37,14 +39,15 @@ _NUMBERS = frozenset({int, float})
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value may be. low: the smallest number, excluded if `above`. words: the only texts. items: the rule for
-    each item of a list or value of a mapping. fields: rules for the keys of a mapping, which must have those in needed,
-    and others only if it is open."""
+    """What a value may be. low: the smallest number, excluded if `above`. high: the largest. words: the only texts.
+    items: the rule for each item of a list or value of a mapping. fields: rules for the keys of a mapping, which must
+    have those in needed, and others only if it is open."""
 
     types: frozenset[type]
     finite: bool = True
     low: float = -math.inf
     above: bool = False
+    high: float = math.inf
     items: Rule | None = None
     fields: Mapping[str, Rule] | None = None
     needed: frozenset[str] = frozenset()
@@ -71,6 +74,8 @@ class Rule:
         if any(type(number) is int and not -MOST < number < MOST for number in numbers):
             return False
         if self.finite and not all(map(math.isfinite, numbers)):
+            return False
+        if numbers and max(numbers) > self.high:
             return False
         return self.low == -math.inf or (min(numbers) > self.low if self.above else min(numbers) >= self.low)
 
@@ -108,6 +113,7 @@ class Rule:
         if self.types & _NUMBERS:
             what = "a number" if float in self.types else "a whole number"
             bound = f" {'above' if self.above else 'from'} {self.low:g}" if self.low > -math.inf else ""
+            bound += f" to {self.high:g}" if self.high < math.inf else ""
             expected.insert(0, f"{what}{bound}")
         return " or ".join(expected)
 
@@ -166,6 +172,7 @@ def _rule(hint: Any, name: str) -> Rule:
         finite=name not in UNBOUNDED,
         low=-math.inf if is_signed else 0.0,
         above=name in POSITIVE,
+        high=LATEST_S if name.endswith("_at") else math.inf,
     )
 
 

@@ -206,3 +206,24 @@ class TestEveryVerb:
         shown = capsys.readouterr().out
         assert self.damage in shown
         assert "2 runs" in shown
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("started_at", 1e18, "started_at: got 1e"),
+        ("ended_at", -1.0, "ended_at: got -1.0"),
+        ("evidence", {"shape": {"name": "tiny"}}, "is missing"),
+    ],
+)
+def test_a_seal_of_values_that_cannot_be_is_damaged(
+    run_dir: Path, reseal: Make, field: str, value: Any, problem: str
+) -> None:
+    path = run_dir / "outcome-0.json"
+    outcome = json.loads(path.read_text())
+    changed = {**outcome["evidence"], **value} if field == "evidence" else value
+    path.write_text(json.dumps({**outcome, field: changed}))
+    reseal(run_dir)
+    with pytest.raises(DamagedRunError, match="outcome-0.json") as damage:
+        store.read_run(run_dir)
+    assert problem in str(damage.value)

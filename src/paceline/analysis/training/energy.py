@@ -124,7 +124,7 @@ def between(samples: Sequence[GaugeSample], begin: float, end: float) -> WindowE
 
 def _curve(points: Sequence[tuple[float, float]], how: str) -> tuple[Array, Array]:
     """Times and joules; power by the trapezoidal rule, as a counter that starts with the first reading."""
-    at, values = (np.array(side) for side in zip(*points, strict=True))
+    at, values = (np.array(side, dtype=np.float64) for side in zip(*points, strict=True))
     if how == COUNTER:
         return at, values
     return at, np.concatenate([[0.0], np.cumsum(np.diff(at) * (values[1:] + values[:-1]) / 2)])

@@ -174,3 +174,9 @@ def test_a_run_on_processors_takes_the_hosts_counter(make_spec: Builder, make_re
     again = tuple(reading(s.at_s, rank=1, device=None, energy_j=s.energy_j) for s in gauges)
     record = make_record(make_spec(), evidence={"window_began_at_s": BEGAN}, gauges=(*gauges, *again))
     assert measured([record], "power_w").value == pytest.approx(150), "a host that two ranks read counts once"
+
+
+def test_a_counter_beyond_64_bits_is_still_a_number() -> None:
+    start = 2**70
+    samples = [reading(float(second), energy_j=start) for second in range(5)]
+    assert energy.between(samples, 1, 3).joules == 0.0
