@@ -224,6 +224,6 @@ def test_a_seal_of_values_that_cannot_be_is_damaged(
     changed = {**outcome["evidence"], **value} if field == "evidence" else value
     path.write_text(json.dumps({**outcome, field: changed}))
     reseal(run_dir)
-    with pytest.raises(DamagedRunError, match="outcome-0.json") as damage:
+    with pytest.raises(DamagedRunError, match=r"outcome-0\.json") as damage:
         store.read_run(run_dir)
     assert problem in str(damage.value)
