@@ -128,7 +128,7 @@ def bars(browser: Any, chart: str) -> int:
 
 def test_every_chart_is_drawn(opened: Any) -> None:
     names = [figure.get_attribute("data-chart") for figure in all_of(opened, "figure")]
-    assert names == ["throughput", "step_time", "phases", "memory", "host_to_device", "cost"]
+    assert names == ["pareto", "throughput", "step_time", "phases", "memory", "host_to_device", "cost"]
     assert bars(opened, "throughput") == 8
     text = opened.find_element("css selector", 'figure[data-chart="throughput"]').text
     assert "385,800" in text
@@ -141,7 +141,34 @@ def test_a_hostile_name_stays_text(opened: Any) -> None:
     assert EVIL in opened.find_element("css selector", 'figure[data-chart="throughput"]').text.replace("\n", " ")
 
 
+def words(browser: Any, selector: str) -> str:
+    return str(browser.find_element("css selector", selector).text).replace("\n", " ")
+
+
+def test_the_first_screen_holds_the_answer(opened: Any) -> None:
+    """Headline, tiles, light, main chart and the first row of the ranking, without scrolling, at 1440 x 900."""
+    size = {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert words(opened, ".headline") == "Up to 386,000 tokens/s (ddp); one launch each, so no verdict"
+        tiles = [tile.text.replace("\n", " ") for tile in all_of(opened, ".tile")]
+        assert len(tiles) == 4
+        assert tiles[0].startswith("Throughput 385,800 tokens/s [384,300, 387,400]")
+        assert "5.696 USD per billion tokens" in tiles[2]
+        assert len(all_of(opened, ".tile svg.spark")) == 4
+        assert words(opened, ".light summary").startswith("Trust: amber. launches not repeated; 8 of 8 runs certified")
+        bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
+        for selector in (".tiles", ".light", '.lead figure[data-chart="pareto"]', "#ranking tbody tr"):
+            assert opened.execute_script(bottom, selector) <= 900, selector
+        clipped = "[...document.querySelectorAll('#ranking .scroll')].some(e => e.scrollWidth > e.clientWidth)"
+        assert not opened.execute_script(f"return {clipped}")
+    finally:
+        opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_a_filter_narrows_tables_charts_and_cells(opened: Any) -> None:
+    click(opened, opened.find_element("link text", "Every cell"))
+    wait_for(lambda: shown(opened, "details.cell"))
     rows, panels = len(shown(opened, "#ranking tbody tr")), len(shown(opened, "details.cell"))
     choose(opened, "strategy", "fsdp2")
     assert (rows, panels) == (8, 8)

@@ -102,12 +102,6 @@ def recommendation_lines(report: Report) -> list[str]:
     return lines or [part for part in (*answer(report), grounds(report)) if part]
 
 
-def spoken(name: str) -> str:
-    """A strategy as people write it: `ZeRO-3`, `FSDP2`; any other name stays what it is."""
-    stage = re.fullmatch(r"zero:stage=(\d)", name)
-    return f"ZeRO-{stage[1]}" if stage else {"ddp": "DDP", "fsdp2": "FSDP2"}.get(name, name)
-
-
 # --- the first sentence ---
 
 
@@ -115,13 +109,13 @@ def _rates(report: Report, found: Recommendation) -> str:
     """`DDP: 880 tokens/s.` for the chosen strategies of a fine-tuning experiment; empty for others."""
     by_cell = finetuning.rates(report)
     cells = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
-    rates = [f"{spoken(name)}: {by_cell[cells[name]]}" for name in found.choose if cells.get(name) in by_cell]
+    rates = [f"{name}: {by_cell[cells[name]]}" for name in found.choose if cells.get(name) in by_cell]
     return f"{'; '.join(rates)}." if rates else ""
 
 
 def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
     """The winner and its margin; if several lead, whether they are equal or the data is inconclusive."""
-    versus, names = found.decisive, listed(map(spoken, found.choose))
+    versus, names = found.decisive, listed(found.choose)
     if versus is not None and len(found.choose) == 1:
         return f"{_margin(versus, where)}."
     axes = found.because[0].axes if found.because else None
@@ -158,7 +152,7 @@ def _margin(versus: Comparison, where: str = "") -> str:
     c = turned(versus) if versus.verdict == WORSE else versus
     ratio, interval = ratio_words(c.ratio, c.low, c.high)
     words = _MARGINS[c.metric].format(ratio=ratio)
-    return f"{spoken(c.label)} {words} {spoken(c.other_label)}{where}{interval}"
+    return f"{c.label} {words} {c.other_label}{where}{interval}"
 
 
 def _where(report: Report, found: Recommendation) -> str:
@@ -184,12 +178,12 @@ def _beside(report: Report, found: Recommendation) -> str:
         if c.throttled:
             # A speed limited by heat or a power cap says little about the strategy.
             a, b = c.throttled
-            share = f"{a:.0%} of the steps of {spoken(c.label)} and {b:.0%} of those of {spoken(c.other_label)}"
+            share = f"{a:.0%} of the steps of {c.label} and {b:.0%} of those of {c.other_label}"
             return (
                 f"GPUs were throttled in {share}: that may {'be part of the' if c.is_decided else 'hide a'} difference."
             )
     if found.left_out:
-        return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
+        return _endings((cell.status, cell.name) for cell in found.left_out)
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
     lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
@@ -208,7 +202,7 @@ def _bottleneck(report: Report, found: Recommendation) -> str:
     verdict = next((b for b in report.bottlenecks if winner and b.cell == winner.cell), None)
     if winner is None or verdict is None or verdict.kind == UNDECIDED:
         return ""
-    name = spoken(winner.label)
+    name = winner.label
     if verdict.share_ratio is not None:
         return f"{name} waits most for {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
     kinds = verdict.kind.removeprefix("between ").replace(" and ", " or ")
@@ -242,7 +236,7 @@ def _endings(left: Iterable[tuple[str, str]]) -> str:
 def _bracketed(label: str) -> str:
     """`ddp (gpt-tiny, 2 processes)`: a list of such names can be read."""
     name, comma, where = label.partition(", ")
-    return f"{spoken(name)} ({where})" if comma else spoken(name)
+    return f"{name} ({where})" if comma else name
 
 
 def _named(names: Sequence[str]) -> list[str]:

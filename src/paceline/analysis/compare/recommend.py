@@ -32,7 +32,7 @@ from paceline.analysis.statistics.verdict import ONE_LAUNCH
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
-from paceline.wording import format_parts, listed, ratio_words
+from paceline.wording import Scale, format_parts, listed, ratio_words
 
 CATEGORIES: Mapping[str, str] = {
     "tokens_per_s": "highest throughput",
@@ -262,6 +262,6 @@ def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     leaders = f"{_leaders(decided.choose, among)}. " if len(decided.choose) > 1 else ""
     margin = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
     costs = (leads[cell].usd_per_mtok for cell in (winner, other))
-    a, b = (format_parts(m.value, m.low, m.high)[0] for m in costs)
+    a, b = (format_parts(m.value, m.low, m.high, Scale("USD", 1e3))[0] for m in costs)
     price = leads[winner].price
-    return f"{start}. {leaders}{margin} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."
+    return f"{start}. {leaders}{margin} That is {a} against {b} USD per billion tokens at {price.name} ({price.kind})."

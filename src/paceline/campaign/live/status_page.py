@@ -24,7 +24,7 @@ from paceline.campaign.schedule import tables as schedule_tables
 from paceline.experiment.spec import RunSpec
 from paceline.host.files import write_atomically
 from paceline.report.exporters import markdown
-from paceline.report.exporters._page_tables import paragraph, render
+from paceline.report.exporters._page_parts import paragraph, render
 from paceline.report.exporters.html import asset
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.results.campaign_file import CampaignView

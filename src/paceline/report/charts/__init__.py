@@ -1,7 +1,7 @@
 """Charts as data: points, units and texts. The renderers (page/charts.js and exporters/_matplotlib.py) place pixels.
 
-chart < training, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A new chart is a
-function from the report to charts and a line in BUILDERS.
+chart < front, training, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A new
+chart is a function from the report to charts and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from paceline.report.charts import (
     ceilings,
     effects,
     fabric,
+    front,
     gauges,
     memory,
     money,
@@ -28,6 +29,7 @@ __all__ = ["BUILDERS", "EVERYWHERE", "SERVED", "Axis", "Chart", "Point", "Rule",
 
 # In reading order.
 BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
+    front.per_user,
     served.curve,
     served.distributions,
     served_time.in_flight,
@@ -35,6 +37,8 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     served_time.replica_ttft,
     served.client,
     effects.effects,
+    front.scaled,
+    front.pareto,
     training.throughput,
     training.step_time,
     training.phases,
@@ -46,9 +50,11 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     money.cost,
     money.budget,
     time.history,
+    front.predicted,
     memory.components,
     memory.frontier,
     nodes.nodes,
+    fabric.busbw,
     fabric.collectives,
     fabric.pairs,
     ceilings.products,

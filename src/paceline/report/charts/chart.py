@@ -16,13 +16,15 @@ from paceline.wording import Scale
 # a rule; curves; a matrix.
 BARS, STACK, DOTS, SPANS, LINES, HEAT = "bars", "stack", "dots", "spans", "lines", "heat"
 # How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction), a curve
-# without dots whose points have details, an area between low and high.
-JOINED, CURVE, LONE, RING, TRAIL, AREA = "joined", "curve", "lone", "ring", "trail", "area"
+# without dots whose points have details, an area between low and high, a large dot with its name and its interval.
+JOINED, CURVE, LONE, RING, TRAIL, AREA, MARK = "joined", "curve", "lone", "ring", "trail", "area", "mark"
 # nines: percent on which 90, 99 and 99.9 are equally far apart.
 LINEAR, LOG, LOG2, NINES = "linear", "log", "log2", "nines"
 # The section a chart belongs to.
 EVERYWHERE, SERVED = "charts", "served"
-COLOURS = 8
+# The first colours of the palette are for what is compared (a strategy has one in every chart), the others for parts of
+# one thing (phases, components, levels), for what went wrong, and for lines to compare with: a colour has one meaning.
+COLOURS, PARTS, WRONG, GREY = 8, 6, 14, 15
 Item = TypeVar("Item")
 
 
@@ -117,10 +119,17 @@ def numbered(names: Iterable[str]) -> tuple[Series, ...]:
     return tuple(Series(name=n, colour=min(i, COLOURS - 1)) for i, n in enumerate(dict.fromkeys(names)))
 
 
+def parts(names: Iterable[str]) -> tuple[Series, ...]:
+    """Series that are parts of one thing, in colours that no strategy has."""
+    return tuple(Series(name=n, colour=COLOURS + min(i, PARTS - 1)) for i, n in enumerate(dict.fromkeys(names)))
+
+
 def strategies(report: Report) -> tuple[Series, ...]:
     """Strategies with their colours, the same in every chart; the shortest name is the first."""
     labels = {row.label for group in groups(report) for row in group.rows}
     labels |= {describe(p.efficiency.axes, ()) for p in report.scaling}
+    labels |= {describe(row.axes, ()) for row in report.memory}
+    labels |= {describe(point.axes, ()) for point in report.frontier}
     return numbered(sorted(labels, key=lambda label: (len(label), label)))
 
 

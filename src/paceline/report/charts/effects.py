@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from paceline.analysis.findings import Effect, Report
 from paceline.analysis.findings.compare import ALIASED, INTERACTION, NO_EFFECT, OPEN
-from paceline.report.charts.chart import SPANS, Axis, Chart, Point, Rule, Series, used
+from paceline.report.charts.chart import SPANS, Axis, Chart, Point, Rule, parts, used
 from paceline.report.tables.effects import MEMORY, SPEED, change, plan, verdict
 from paceline.wording import percent_up
 
 MARKS = "Dots are effects, lines their 95 % intervals."
 MATTERS, OPEN_WORD = "matters", "inconclusive or confounded"
-SERIES = (Series(name=MATTERS, colour=1), Series(name=OPEN_WORD, colour=5), Series(name=NO_EFFECT, colour=0))
+SERIES = parts((MATTERS, OPEN_WORD, NO_EFFECT))
 PANELS = {SPEED: "Non-pad tokens per second: right is faster", MEMORY: "Peak memory: left is less"}
 
 

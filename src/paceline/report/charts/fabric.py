@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.analysis.findings import CollectiveRow, Report
-from paceline.report.charts.chart import CURVE, HEAT, LINES, LOG, LOG2, LONE, Axis, Chart, Point, numbered
+from paceline.report.charts.chart import CURVE, HEAT, JOINED, LINES, LOG, LOG2, LONE, Axis, Chart, Point, Rule, numbered
+from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import US, fabric_name, number
 from paceline.wording import format_size, scale_of
 
 # The fabrics with most rows; the tables have all.
 MOST_FABRICS = 3
+BUSBW = "collective_busbw"
+# One direction: PCI-SIG, after 128b/130b encoding; NVIDIA, NVLink 2 to 4 (25 GB/s per link) and 5 (50 GB/s).
+PCIE_LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+FASTER_NVLINK = 10.0  # compute capability
 BYTES = Axis(label="size", scale=LOG2, ticks="bytes")
 
 
@@ -61,6 +66,65 @@ def collectives(report: Report) -> Iterator[Chart]:
             y=Axis(label=scale.unit, unit=scale.unit, scale=LOG, zero=False),
             points=tuple(rates),
         )
+
+
+def busbw(report: Report) -> Iterator[Chart]:
+    """One line per operation of the fabric with the best bandwidth, and what the link could carry."""
+    best = best_row(report.collectives)
+    if best is None:
+        return
+    rows = [r for r in report.collectives if r.cell == best.cell and r.status == "ok" and r.busbw_bytes_per_s]
+    rows = [r for r in rows if (r.mode, r.dtype) == (best.mode, best.dtype) and r.size_bytes]
+    # The faster of in place and out of place.
+    fastest: dict[tuple[str, int], CollectiveRow] = {}
+    for r in sorted(rows, key=lambda r: r.busbw_bytes_per_s or 0.0):
+        fastest[r.operation, r.size_bytes] = r
+    if len({r.size_bytes for r in fastest.values()}) < 2:
+        return
+    scale = scale_of("bytes/s", "busbw", [r.busbw_bytes_per_s for r in rows])
+    points = [
+        replace(
+            _points(report, r)[0],
+            y=(r.busbw_bytes_per_s or 0.0) * scale.factor,
+            group="",
+            series=r.operation,
+            drawn=JOINED,
+        )
+        for r in sorted(fastest.values(), key=lambda r: (r.operation, r.size_bytes))
+    ]
+    limit = link_limit(report)
+    shared = f" {best.note}." if best.note else ""
+    yield Chart(
+        name=BUSBW,
+        title=f"Bus bandwidth over size: {best.dtype}, {fabric_name(report, best.axes)}",
+        subtitle=f"Comparable between operations and with the link. Both axes are logarithmic.{shared}",
+        kind=LINES,
+        x=BYTES,
+        y=Axis(label=scale.unit, unit=scale.unit, scale=LOG, zero=False),
+        points=tuple(points),
+        series=numbered(r.operation for r in fastest.values()),
+        rules=(Rule(y=limit[0] * scale.factor, label=limit[1]),) if limit else (),
+    )
+
+
+def link_limit(report: Report) -> tuple[float, str] | None:
+    """What the slowest link between the GPUs of one host carries in one direction, by its datasheet, and its name.
+
+    None for several hosts, whose network cards say nothing about their rate, and for ranks that share a GPU.
+    """
+    gpus = [gpu for machine in report.machines for gpu in machine.get("gpus") or ()]
+    if len({machine.get("host") for machine in report.machines}) != 1 or len(gpus) < 2:
+        return None
+    kind, first = report.machines[0].get("links"), gpus[0]
+    if kind == "nvlink" and first.get("nvlink_links"):
+        each = 50e9 if float(first.get("capability") or 0) >= FASTER_NVLINK else 25e9
+        rate = each * first["nvlink_links"]
+        return rate, f"NVLink: {first['nvlink_links']} x {each / 1e9:.0f} = {rate / 1e9:,.0f} GB/s"
+    lane = PCIE_LANE_BYTES_PER_S.get(first.get("pcie_generation") or 0)
+    if kind == "pcie" and lane and first.get("pcie_width"):
+        rate = lane * first["pcie_width"]
+        return rate, f"PCIe {first['pcie_generation']}.0 x{first['pcie_width']}: {rate / 1e9:.1f} GB/s"
+    return None
 
 
 def _factor(r: CollectiveRow) -> float:

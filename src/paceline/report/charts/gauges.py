@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.analysis.findings import GaugeTrace, Report
-from paceline.report.charts.chart import CURVE, LINES, Axis, Chart, Point, Series, Span, used
+from paceline.report.charts.chart import CURVE, LINES, Axis, Chart, Point, Span, parts, used
 from paceline.report.tables.gauges import device_name
 from paceline.report.text.cells import axes_of, cell_name, varying_axes
 
-# Indexes in the palette; index 1 is for throttled stretches.
-GAUGES = {"power, % of the cap": 0, "clock, % of its maximum": 2, "busy, %": 5, "temperature, C": 3}
+GAUGES = ("power, % of the cap", "clock, % of its maximum", "busy, %", "temperature, C")
 
 
 def traces(report: Report) -> Iterator[Chart]:
@@ -37,7 +36,7 @@ def traces(report: Report) -> Iterator[Chart]:
         x=Axis(label="s", zero=False, shared=False),
         y=Axis(label="% of the limit, or C"),
         points=tuple(points),
-        series=used([Series(name=name, colour=colour) for name, colour in GAUGES.items()], points),
+        series=used(parts(GAUGES), points),
         spans=tuple(spans),
     )
 

@@ -6,7 +6,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from paceline.analysis.findings import MemoryRow, Report
-from paceline.report.charts.chart import LINES, LOG2, RING, STACK, Axis, Chart, Point, Rule, Series, numbered, used
+from paceline.analysis.findings.cell_axes import describe
+from paceline.report.charts.chart import (
+    LINES,
+    LOG2,
+    RING,
+    STACK,
+    Axis,
+    Chart,
+    Point,
+    Rule,
+    Series,
+    parts,
+    strategies,
+    used,
+)
 from paceline.report.tables.memory import labels, scale
 from paceline.results.memory_components import COMPONENTS
 from paceline.wording import Scale, format_number, format_parts, short_names
@@ -44,7 +58,7 @@ def components(report: Report) -> Iterator[Chart]:
         kind=STACK,
         y=Axis(label=unit.unit, unit=unit.unit),
         points=tuple(points),
-        series=used(numbered(map(_word, COMPONENTS)), points),
+        series=used(parts(map(_word, COMPONENTS)), points),
         rules=(Rule(y=capacity * unit.factor, label=text),) if capacity and near else (),
     )
 
@@ -111,5 +125,14 @@ def frontier(report: Report) -> Iterator[Chart]:
         x=Axis(label="sequence length, tokens", scale=LOG2),
         y=Axis(label="micro batch, sequences", scale=LOG2),
         points=tuple(points),
-        series=tuple(Series(name=s.name, colour=s.colour) for s in numbered(names.values())),
+        series=tuple(_series_of(report, names)),
     )
+
+
+def _series_of(report: Report, names: Mapping[str, str]) -> Iterator[Series]:
+    """Each series in the colour of its strategy; all but the first of a strategy are dashed."""
+    strategy = {point.series: describe(point.axes, ()) for point in report.frontier}
+    colours, seen = {s.name: s.colour for s in strategies(report)}, set[str]()
+    for series, name in names.items():
+        yield Series(name=name, colour=colours[strategy[series]], dashed=strategy[series] in seen)
+        seen.add(strategy[series])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.analysis.findings import Cost, Report, offers_of
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.charts.chart import (
     BARS,
     LINES,
@@ -15,7 +16,6 @@ from paceline.report.charts.chart import (
     Series,
     in_full,
     measured_point,
-    numbered,
     strategies,
     used,
 )
@@ -24,13 +24,12 @@ from paceline.report.text.cells import groups
 from paceline.wording import Scale, short_count
 
 SPOT = ", spot"
-LEAST_PER_MILLION = 0.1  # cheaper tokens are shown per billion, to avoid leading zeros
+PER_BILLION = Scale("USD per billion tokens", 1e3)
 
 
 def cost(report: Report) -> Iterator[Chart]:
     by_cell = {offer.lead.cell: offer for offer in offers_of(report.costs)}
-    dear = max((o.lead.usd_per_mtok.value or 0.0 for o in by_cell.values()), default=0.0) >= LEAST_PER_MILLION
-    scale = Scale("USD per million tokens") if dear else Scale("USD per billion tokens", 1e3)
+    scale = PER_BILLION
     points = []
     for group in groups(report):
         for row in group.rows:
@@ -68,7 +67,8 @@ def budget(report: Report) -> Iterator[Chart]:
         name, where = sized.series_name(report, offer), sized.place(offer, several_nodes=several)
         points.append(_spent(offer.lead, name, where))
         points += [_spent(offer.spot, name + SPOT, where)] if offer.spot else []
-    colours = {s.name: s.colour for s in numbered(p.series.removesuffix(SPOT) for p in points)}
+    known = {s.name: s.colour for s in strategies(report)}
+    colours = {sized.series_name(report, o): known.get(describe(o.lead.axes, ()), 0) for o in found}
     count = short_count(found[0].lead.train_samples or 0)
     yield Chart(
         name="budget",

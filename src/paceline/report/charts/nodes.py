@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from paceline.analysis.findings import Report
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
-from paceline.report.charts.chart import BARS, Axis, Chart, Point, Rule, Series
+from paceline.report.charts.chart import BARS, Axis, Chart, Point, Rule, parts
 from paceline.report.tables.nodes import band, furthest, measure_names, shown, verdict_name
 
-# Indexes in the palette; inconclusive is grey.
-COLOURS = {PASS: 0, SUSPECT: 1, FAIL: 2, UNDECIDED: 7}
+VERDICTS = parts(map(verdict_name, (PASS, SUSPECT, FAIL, UNDECIDED)))
 
 
 def nodes(report: Report) -> Iterator[Chart]:
@@ -44,6 +43,6 @@ def nodes(report: Report) -> Iterator[Chart]:
         kind=BARS,
         y=Axis(label="% of the median", unit="%"),
         points=tuple(points),
-        series=tuple(Series(name=verdict_name(verdict), colour=i) for verdict, i in COLOURS.items()),
+        series=VERDICTS,
         rules=(Rule(y=lowest, label=f"accepted from {lowest:.4g} %"),) if lowest is not None else (),
     )

@@ -8,6 +8,7 @@ from paceline.analysis.findings import LatencySpread, Report, ServedLoad
 from paceline.analysis.findings.served import LATENCY, TPOT, TTFT
 from paceline.report.charts.chart import (
     BARS,
+    COLOURS,
     CURVE,
     JOINED,
     LINES,
@@ -16,6 +17,7 @@ from paceline.report.charts.chart import (
     NINES,
     RING,
     SERVED,
+    WRONG,
     Axis,
     Chart,
     Point,
@@ -254,7 +256,7 @@ def client(report: Report) -> Iterator[Chart]:
         kind=BARS,
         y=Axis(label="% of the bound", unit="%"),
         points=tuple(points),
-        series=(Series(name=WITHIN, colour=2), Series(name=BEYOND, colour=1)),
+        series=(Series(name=WITHIN, colour=COLOURS), Series(name=BEYOND, colour=WRONG)),
         rules=(Rule(y=100.0, label="bound"),),
         section=SERVED,
     )

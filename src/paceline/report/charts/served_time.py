@@ -8,12 +8,14 @@ from dataclasses import replace
 from paceline.analysis.findings import Report, ServedTrace
 from paceline.report.charts.chart import (
     AREA,
+    COLOURS,
     LINES,
     LOG,
     LONE,
     NINES,
     SERVED,
     TRAIL,
+    WRONG,
     Axis,
     Chart,
     Point,
@@ -29,8 +31,6 @@ MOST_REPLICAS = 6
 MOST_COMPARED = 3
 OTHERS = "other replicas"
 LATE, FAILED = "late or failed", "failed"
-# Vermilion is for what went wrong; replicas have the other colours.
-_WRONG, _REPLICAS = 1, (0, 2, 5, 3, 4, 6, 7)
 RATE, FIRST = "output, tokens/s", "TTFT median, ms"
 TIME = Axis(label="s since the start", unit="s", ticks="round", shared=False)
 
@@ -108,8 +108,8 @@ def _names(trace: ServedTrace) -> dict[int, str]:
 def _series(traces: Collection[ServedTrace]) -> list[Series]:
     """The same replica has the same colour in every chart."""
     names = dict.fromkeys(name for trace in traces for name in _names(trace).values())
-    coloured = [Series(name=name, colour=_REPLICAS[min(i, len(_REPLICAS) - 1)]) for i, name in enumerate(names)]
-    return [*coloured, Series(name=LATE, colour=_WRONG), Series(name=FAILED, colour=_WRONG)]
+    coloured = [Series(name=name, colour=min(i, COLOURS - 1)) for i, name in enumerate(names)]
+    return [*coloured, Series(name=LATE, colour=WRONG), Series(name=FAILED, colour=WRONG)]
 
 
 def _deaths(group: str, trace: ServedTrace) -> Iterator[Rule]:

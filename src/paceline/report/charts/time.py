@@ -7,12 +7,12 @@ from dataclasses import replace
 from statistics import fmean
 
 from paceline.analysis.findings import HistorySeries, Report
-from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, Series
+from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, parts
 from paceline.report.tables.history import day, differs_text, size_text
 from paceline.wording import format_number, scale_of
 
 DAY_S = 86_400.0
-LAUNCH, LEVEL = Series(name="launch", colour=0), Series(name="level", colour=1)
+LAUNCH, LEVEL = parts(("launch", "level"))
 # Series that changed are drawn first; the table has all.
 MOST_PANELS = 12
 

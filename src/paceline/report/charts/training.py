@@ -21,7 +21,7 @@ from paceline.report.charts.chart import (
     Series,
     in_full,
     measured_point,
-    numbered,
+    parts,
     strategies,
     thinned,
     used,
@@ -158,10 +158,10 @@ def phases(report: Report) -> Iterator[Chart]:
         known = {name: row.measurements[name] for name in PHASES if name in row.measurements}
         if not any(m.value for m in known.values()):
             continue
-        parts = [(PHASES[name], MS.apply(m.value), in_full(m, MS)) for name, m in known.items()]
+        shares = [(PHASES[name], MS.apply(m.value), in_full(m, MS)) for name, m in known.items()]
         rest = (step.value or 0.0) - sum(m.value or 0.0 for m in known.values())
-        parts.append((REST, MS.apply(rest) if rest > 0 else None, ""))
-        drawn = [(word, size, detail) for word, size, detail in parts if size]
+        shares.append((REST, MS.apply(rest) if rest > 0 else None, ""))
+        drawn = [(word, size, detail) for word, size, detail in shares if size]
         whole = (MS.apply(step.value) or 0.0) or 1.0
         base = replace(_bar(group, row, step, MS, ""), low=None, high=None)
         points += [
@@ -181,7 +181,7 @@ def phases(report: Report) -> Iterator[Chart]:
         kind=STACK,
         y=Axis(label="ms per optimizer step", unit="ms"),
         points=tuple(points),
-        series=used(numbered((*PHASES.values(), REST)), points),
+        series=used(parts((*PHASES.values(), REST)), points),
     )
 
 
@@ -232,8 +232,7 @@ def scaling_loss(report: Report) -> Iterator[Chart]:
     """The ideal step, what exposed communication adds, and the rest."""
     found = sorted(report.explanations, key=lambda e: (e.kind, e.series, e.world_size))
     points = [point for e in found for point in _loss(e)]
-    palette = {"ideal": 7, "exposed communication": 1, "rest": 0, "not measured": 6}
-    series = tuple(Series(name=word, colour=colour) for word, colour in palette.items())
+    series = parts(("ideal", "exposed communication", "rest", "not measured"))
     yield Chart(
         name="scaling_loss",
         title="Where the step time goes",

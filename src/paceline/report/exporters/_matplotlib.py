@@ -20,12 +20,14 @@ from paceline.report.charts.chart import (
     LINES,
     LOG2,
     LONE,
+    MARK,
     NINES,
     RING,
     SERVED,
     SPANS,
     STACK,
     TRAIL,
+    WRONG,
     Axis,
     Chart,
     Point,
@@ -39,7 +41,11 @@ if TYPE_CHECKING:
 
 INK, QUIET, GRID, PAPER = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
 # Okabe and Ito (2008): distinguishable under every common colour blindness. Yellow is left out: too pale for lines.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
+# Then the tones for parts of one thing, what went wrong, and lines to compare with, as in page.css.
+PALETTE = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8b5a2b", "#7a7a00"),
+    *("#453c78", "#7b74b4", "#b3afd8", "#46525e", "#84919e", "#c3ccd5", "#b42318", "#7f7f7f"),
+)
 STYLE: dict[str, Any] = {
     "axes.edgecolor": GRID,
     "axes.facecolor": "none",
@@ -155,8 +161,8 @@ def _legend(chart: Chart) -> list[Any]:
         if chart.kind != LINES or how == AREA:
             handles.append(Patch(facecolor=colour, label=name, linewidth=0))
         else:
-            line: Any = "" if how in (LONE, RING) else DASHES if series.dashed else "-"
-            marker = "o" if how in (LONE, RING) else ""
+            line: Any = "" if how in (LONE, RING, MARK) else DASHES if series.dashed else "-"
+            marker = "o" if how in (LONE, RING, MARK) else ""
             hollow: dict[str, Any] = {"markerfacecolor": "none"} if how == RING else {}
             handles.append(
                 Line2D([], [], color=colour, linestyle=line, marker=marker, markersize=4.5, label=name, **hollow)
@@ -360,7 +366,7 @@ def _draw_curves(chart: Chart) -> Figure:
         for span in chart.spans:
             if span.group == group:
                 low, high = panel.get_xlim()
-                panel.axvspan(max(span.start, low), min(span.end, high), color=PALETTE[1], alpha=0.18, linewidth=0)
+                panel.axvspan(max(span.start, low), min(span.end, high), color=PALETTE[WRONG], alpha=0.14, linewidth=0)
         _rules(panel, rules, columns)
         _numbers(panel, chart, points, columns, 72 * height / rows - 60)
         if i + columns >= len(shown):
@@ -393,7 +399,12 @@ def _curves(axes: Axes, chart: Chart, points: Sequence[Point]) -> None:
         elif drawn == RING:
             axes.plot(x, y, "o", color=colour, markersize=6.5, markerfacecolor="none", zorder=4)
         elif drawn == CURVE:
-            axes.plot(x, y, color=colour, linewidth=1.4)
+            axes.plot(x, y, color=colour, linewidth=1.4, linestyle="--" if series in dashed else "-")
+        elif drawn == MARK:
+            axes.plot(x, y, "o", color=colour, markersize=7.5, zorder=4)
+            ends = [(at, p.low, p.high) for at, p in zip(x, ours, strict=True) if p.low is not None]
+            for at, low, high in ends:
+                axes.vlines(at, low, high or low, color=colour, linewidth=1.4)
         elif drawn == TRAIL:
             # A gap in time ends the line; the next stretch begins a new one.
             gaps = [b - a for a, b in pairwise(x)]
@@ -424,7 +435,7 @@ def _x_scale(axes: Axes, axis: Axis, points: Sequence[Point], columns: int) -> N
         axes.set_xlim(0, _place(axis, high) or 1.0)
     elif axis.scale == LINEAR:
         edge = 0.02 * (high - low) or 0.5
-        axes.set_xlim(0.0 if axis.zero and low >= 0 else low - edge, high + edge)
+        axes.set_xlim(0.0 if axis.zero and low >= 0 else low - 2 * edge, high + 2 * edge)
         axes.xaxis.set_major_locator(MaxNLocator(7 if columns == 1 else 4, steps=[1, 2, 5, 10]))
         _thousands(axes.xaxis)
     else:

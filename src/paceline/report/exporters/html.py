@@ -19,13 +19,12 @@ from paceline.analysis.findings import Certificate, Measurement, Report, RunFind
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.errors import Scalar
 from paceline.host.files import write_atomically
-from paceline.report.answer import answer, grounds
 from paceline.report.charts import Chart, Point, charts
-from paceline.report.exporters._page_tables import about, block, bullets, folded, paragraph, render
+from paceline.report.exporters._page_parts import about, block, bullets, figure, first_screen, folded, paragraph, render
 from paceline.report.sections import Section, sections
+from paceline.report.summary import summarise
 from paceline.report.tables import table as tables
 from paceline.report.tables.table import Cell, Column, Table, measured_cell, numeric
-from paceline.report.text import trust
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import scale_of
 
@@ -39,9 +38,10 @@ DIGITS = 6  # far beyond what an axis shows
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
 # Rows of a folded table; report.json has all.
 MOST_ROWS = 1000
-# Charts with many panels or wide ones, or with long lanes, take the whole width.
-PANELLED = 2
-WIDE_PX = 500
+# Tables of a section that are open; the ranking is open as a whole.
+OPEN_TABLES = 1
+# The section that follows the first screen: the first of these that the report has.
+FIRST = ("effects", "ranking", "served", "nodes", "machine")
 
 PAGE = Template("""<!doctype html>
 <html lang="en" class="no-js">
@@ -61,11 +61,6 @@ $scripts
 </body>
 </html>
 """)
-
-NO_CHARTS = (
-    "Charts, filters and sorting need JavaScript. Every number is in the tables, and the same charts are files in "
-    "plots/ next to this page."
-)
 
 
 def export(report: Report, directory: Path) -> list[Path]:
@@ -96,41 +91,42 @@ def asset(name: str) -> str:
 
 
 def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
+    """The first screen, the filters, what was measured, then everything that proves it, folded."""
     linked = {run.cell for run in report.runs if not run.is_reference}
+    summary = summarise(report, found)
+    rest = tuple(chart for chart in found if chart.name != summary.chart)
+    every = [section for section in sections(report, rest) if section.name != "certificates"]
+    first = next((name for name in FIRST if any(section.name == name for section in every)), "")
+    every.sort(key=lambda section: (section.name != first, section.name != "charts"))
     shown = [
-        (section.name, section.title, _section(section, linked))
-        for section in sections(report, found)
-        if section.name != "certificates"  # the badge and the panels of the cells show them
+        (section.name, section.title, _section(section, linked), section.name not in (first, "charts"))
+        for section in every
     ]
     if panels := "".join(_panels(report)):
         text = "How each cell ended, the command and experiment that repeat it, its measurements and its certificate."
-        method = next((i for i, (name, _, _) in enumerate(shown) if name == "method"), len(shown))
-        shown.insert(method, ("cells", "Every cell", paragraph(text, "quiet") + panels))
-    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in shown)
-    light = "".join(map(paragraph, trust.lines(report)))
-    disturbed = f'<div class="mind">{light}</div>' if light else ""
-    notes = f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
+        method = next((i for i, (name, *_) in enumerate(shown) if name == "method"), len(shown))
+        shown.insert(method, ("cells", "Every cell", paragraph(text, "quiet") + panels, True))
+    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _, _ in shown)
+    main = next((chart for chart in found if chart.name == summary.chart), None)
+    proof, nav = tables.certification(report), f'<nav aria-label="Sections">{links}</nav>'
     yield (
-        f'<header><div class="top"><h1>{escape(report.title)}</h1>'
+        f'<header><div class="top"><h1>{escape(report.title)}</h1><div class="badges">{"".join(_chips(report))}</div>'
         '<button type="button" id="theme" class="scripted">Dark</button></div>'
-        f"{disturbed}{paragraph(' '.join(filter(None, answer(report))), 'answer')}{paragraph(grounds(report))}"
-        f'<div class="badges">{"".join(_badges(report))}</div>{notes}<nav aria-label="Sections">{links}</nav></header>'
+        f"{first_screen(summary, main, render(proof) if proof else '', nav)}</header>"
     )
     yield '<div id="filters" class="filters" role="group" aria-label="Filters" hidden></div>'
-    for name, title, inner in shown:
-        yield f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>'
+    for name, title, inner, is_folded in shown:
+        if is_folded:
+            head = f"<summary><h2>{escape(title)}</h2></summary>"
+            yield f'<section><details class="part" id="{name}">{head}{inner}</details></section>'
+        else:
+            yield f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>'
     made = f"Paceline {report.paceline_version}, {tables.created(report)}. Brackets are 95 % intervals."
     yield f'<footer>{escape(made)}<p class="printed">Collapsed sections are not printed.</p></footer>'
 
 
-def _badges(report: Report) -> Iterator[str]:
-    """How many runs are certified, with the checks on demand; then the runs, devices and hosts."""
-    found = tables.certification(report)
-    if tables.trains(report) and found is not None:
-        valid = all(c.valid for c in report.certificates)
-        mark, tone = (tables.TICK, "good") if valid else (tables.CROSS, "bad")
-        words = escape(f"{mark} {tables.certified_sentence(report)}")
-        yield f'<details class="badge"><summary class="{tone}">{words}</summary>{render(found)}</details>'
+def _chips(report: Report) -> Iterator[str]:
+    """The runs, devices and hosts."""
     ours = [run for run in report.runs if not run.is_reference]
     statuses = Counter(run.status for run in ours)
     ended = ", ".join(f"{n} {status}" for status, n in statuses.items())
@@ -144,20 +140,14 @@ def _badges(report: Report) -> Iterator[str]:
 
 
 def _section(section: Section, linked: set[str]) -> str:
-    """The sentence, the first table, the charts, the other tables, then what is folded."""
+    """The first table, the charts, the other tables, then what is folded."""
     blocks = [
         render(table, linked) if table.title == section.title else block(table.title, table, linked)
         for table in section.tables
     ]
-    figures = ""
-    for chart in section.charts:
-        panels = len({point.group for point in chart.points}) if chart.kind == "lines" else 1
-        wide = panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX
-        figures += (
-            f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
-            f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"
-            '<div class="plot"></div></figure>'
-        )
+    keep = len(blocks) if section.name == "ranking" else OPEN_TABLES
+    further = (folded(table.title, table, linked) for table in section.tables[keep:])
+    figures = "".join(map(figure, section.charts))
     details = []
     for table in section.details:
         if len(table.rows) > MOST_ROWS:
@@ -165,12 +155,12 @@ def _section(section: Section, linked: set[str]) -> str:
             rows, cells = table.rows[:MOST_ROWS], table.cells[:MOST_ROWS]
             table = dataclasses.replace(table, rows=rows, cells=cells, notes=(note, *table.notes))
         details.append(folded(table.title, table, linked))
-    without = f"<noscript>{paragraph(NO_CHARTS)}</noscript>"
     parts = (
-        paragraph(section.text),
+        paragraph(section.text) if section.name != "served" else "",
         *blocks[:1],
-        f'{without}<div class="charts scripted">{figures}</div>' if figures else "",
-        *blocks[1:],
+        f'<div class="charts scripted">{figures}</div>' if figures else "",
+        *blocks[1:keep],
+        *further,
         paragraph(section.note, "quiet"),
         *details,
         *(folded(title, bullets(lines)) for title, lines in section.bullets),

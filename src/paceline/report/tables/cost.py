@@ -12,6 +12,8 @@ from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts, places, short_count
 
 _USD, _PERCENT, _HOURS, _MILLIONS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600), Scale("M", 1e-6)
+# From USD per million tokens, the unit of the metric: every table and chart about training shows billions.
+_PER_BILLION = Scale("USD", 1e3)
 LIST_PRICES = (
     "List prices at the given date, before discounts, storage and traffic. Check them, or set your own with --price."
 )
@@ -66,13 +68,13 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table | None:
     columns: list[Filled[Offer]] = [
         (Column("what", prose=True), lambda o: names[o.lead.cell]),
         (numeric("whole job, USD/h", 2), lambda o: format_parts(o.lead.usd_per_hour, None, None)[0]),
-        (numeric(f"{kind}, USD/Mtoken"), lambda o: measured_cell(o.lead.usd_per_mtok, _USD)),
+        (numeric(f"{kind}, USD/Btoken"), lambda o: measured_cell(o.lead.usd_per_mtok, _PER_BILLION)),
         (numeric("tokens per USD, M", 1), lambda o: measured_cell(o.lead.tokens_per_usd, _MILLIONS)),
         (numeric("1000 samples, USD", 4), samples),
     ]
     if spot:
-        heading = numeric("spot, USD/Mtoken")
-        columns.insert(3, (heading, lambda o: measured_cell(o.spot.usd_per_mtok if o.spot else None, _USD)))
+        heading = numeric("spot, USD/Btoken")
+        columns.insert(3, (heading, lambda o: measured_cell(o.spot.usd_per_mtok if o.spot else None, _PER_BILLION)))
     if lead.train_tokens:
         size = f"{short_count(lead.train_tokens)} tokens"
         columns += [

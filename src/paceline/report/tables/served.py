@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from paceline.analysis.findings import Measurement, Report, ServedVerdict
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served import NOT_KEPT, UNTOLD
 from paceline.errors import Scalar
 from paceline.experiment.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric, without_empty, without_same
 from paceline.report.text.load_names import axes_load
 from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_duration, format_parts
@@ -84,7 +85,10 @@ def tables(report: Report) -> tuple[Table, ...]:
     notes = (*_requested(loads), first, *_few(loads), *doubts)
     models = dict.fromkeys(_model(load["output_tokens_per_s"].axes) for load in loads.values())
     table = filled(f"Served model: {', '.join(models)}", loads, columns, notes, lambda key: (key[0],))
-    return (table,) if table else ()
+    if table is None:
+        return ()
+    table, same = without_same(without_empty(table)[0])
+    return (replace(table, notes=(*table.notes, *same)),)
 
 
 def _model(axes: Mapping[str, Scalar]) -> str:

@@ -128,6 +128,21 @@ def without_empty(table: Table) -> tuple[Table, list[Column]]:
     return replace(table, columns=columns, rows=tuple(tuple(row[i] for i in keep) for row in table.rows)), absent
 
 
+def without_same(table: Table) -> tuple[Table, tuple[str, ...]]:
+    """The table without the less important columns whose rows are all equal, and a note with what they say."""
+    same = [
+        i
+        for i, column in enumerate(table.columns)
+        if column.priority and len(table.rows) > 1 and len({row[i] for row in table.rows}) == 1
+    ]
+    if not same:
+        return table, ()
+    keep = [i for i in range(len(table.columns)) if i not in same]
+    texts = (f"{c.name} {table.rows[0][i].text} {c.unit}".strip() for i in same for c in (table.columns[i],))
+    columns, rows = tuple(table.columns[i] for i in keep), tuple(tuple(row[i] for i in keep) for row in table.rows)
+    return replace(table, columns=columns, rows=rows), (f"Same in every row: {'; '.join(texts)}.",)
+
+
 def measured_cell(m: Measurement | None, scale: Scale | None = None) -> Cell:
     """The value of a measurement with its interval as the smaller print."""
     return Cell(MISSING) if m is None else Cell(*format_parts(m.value, m.low, m.high, scale))
@@ -165,7 +180,8 @@ def ranking(report: Report) -> tuple[Table, ...]:
         table, absent = without_empty(table)
         names = ", ".join(column.name for column in absent if column.priority)
         notes = (f"Not measured here: {names}.",) if names else ()
-        found.append(replace(table, notes=(*group.notes, *notes)))
+        table, same = without_same(table)
+        found.append(replace(table, notes=(*group.notes, *notes, *same)))
     return tuple(found)
 
 

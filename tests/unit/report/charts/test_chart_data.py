@@ -33,7 +33,8 @@ def test_a_report_without_runs_has_no_chart(empty_report: Report) -> None:
 
 
 def test_charts_of_a_campaign(report: Report) -> None:
-    assert [chart.name for chart in charts(report)] == ["throughput", "step_time", "memory", "wire", "scaling_weak"]
+    training = ["throughput", "step_time", "memory", "wire", "scaling_weak"]
+    assert [chart.name for chart in charts(report)] == ["scaling_rate_weak", "pareto", *training]
 
 
 def test_a_builder_is_one_line(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from paceline.results.served_samples import StageSample
 
 LOST = (Replica("node-a"), Replica("node-b", slowness=1.4, died_s=2.0), Replica("node-c"))
 NAMES = [
+    "served_per_user",
     *("served_curve", "served_distributions", "served_in_flight", "served_replicas", "served_replica_ttft"),
     "served_client",
 ]
@@ -168,10 +169,12 @@ def test_one_section_holds_sentence_table_and_charts(served: Report) -> None:
     page = html.text(served)
     start = page.index('<section id="served">')
     section = page[start : page.index("</section>", start)]
-    places = [section.index(text) for text in ("Served model", "tokens/s at most", "<table>", *NAMES)]
+    first, *rest = NAMES
+    assert f'data-chart="{first}"' in page[:start], "the main chart is on the first screen"
+    places = [section.index(text) for text in ("Served model", "<table>", *(f'data-chart="{name}"' for name in rest))]
     assert places == sorted(places)
     assert '<section id="charts">' not in page
-    assert page.count("TTFT p50") == 1
+    assert section.count("TTFT p50") == 1
     json.loads(page.partition('id="data">')[2].partition("</script>")[0])
 
 

@@ -23,7 +23,9 @@ def svg_text(report: Report, name: str) -> str:
 def test_png_are_png_and_svg_are_svg(report: Report, tmp_path: Path) -> None:
     written = {p.name: p for p in plots.export(report, tmp_path)}
     assert set(written) == {
-        f"{n}.{f}" for n in ("throughput", "step_time", "memory", "scaling_weak", "wire") for f in ("png", "svg")
+        f"{n}.{f}"
+        for n in ("scaling_rate_weak", "pareto", "throughput", "step_time", "memory", "scaling_weak", "wire")
+        for f in ("png", "svg")
     }
     for path in written.values():
         if path.suffix == ".png":

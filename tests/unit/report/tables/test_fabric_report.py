@@ -226,7 +226,7 @@ def test_a_report_about_training_keeps_its_answer(report: Report, swept: Report,
     silent, beside = answer(undecided)
     assert silent == NO_ANSWER
     assert beside == golden
-    assert "DDP" in beside
+    assert "ddp" in beside
     assert "all_reduce reaches" in grounds(undecided)
 
 
@@ -408,8 +408,10 @@ def svg_text(found: Report, name: str) -> str:
 
 
 def test_the_charts_of_a_fabric(swept: Report, empty_report: Report) -> None:
-    time, bandwidth, pairs = (chart.name for chart in charts(swept))
-    assert (time[:16], bandwidth[:21], pairs) == ("collective_time_", "collective_bandwidth_", "pairs")
+    main, time, bandwidth, pairs = (chart.name for chart in charts(swept))
+    assert (main, time[:16], bandwidth[:21], pairs) == (
+        *("collective_busbw", "collective_time_", "collective_bandwidth_", "pairs"),
+    )
     assert charts(empty_report) == ()
     text = svg_text(swept, bandwidth)
     for words in ("bus bandwidth over size, 4 processes", "GB/s", "fp32", "bf16", "all_reduce", "broadcast", "1 KiB"):

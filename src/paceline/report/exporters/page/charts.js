@@ -219,7 +219,8 @@ const Charts = (() => {
       return [2 ** Math.floor(Math.log2(low / 1.05)), 2 ** Math.ceil(Math.log2(high * 1.05))];
     if (axis.scale === "nines") return [0, nines(high)];
     if (axis.scale !== "linear") return [low / 1.2, high * 1.2];
-    return axis.zero === false ? [low, high] : [Math.min(0, low), high * 1.06 || 1];
+    const edge = .05 * (high - low);
+    return axis.zero === false ? [low - edge, high + edge] : [Math.min(0, low), high * 1.06 || 1];
   }
 
   /** Whole powers on a logarithmic axis, with 2 and 5 between where these are few; else as many as read well. */
@@ -246,7 +247,8 @@ const Charts = (() => {
         if (kept.length <= most) return kept;
       }
     }
-    if (axis.ticks === "round") return d3.ticks(Math.min(0, all[0]), all.at(-1), Math.min(most, 6));
+    if (axis.scale === "log") return marksOf(axis, d3.extent(all));
+    if (axis.ticks === "round") return d3.ticks(axis.zero === false ? all[0] : Math.min(0, all[0]), all.at(-1), Math.min(most, 6));
     if (axis.scale === "linear" && all.length > most) return d3.ticks(all[0], all.at(-1), Math.min(most, 6));
     const every = Math.ceil(all.length / most);
     return all.filter((_, i) => i % every === 0);
@@ -266,6 +268,26 @@ const Charts = (() => {
       if (kept.every(k => Math.abs(k.x - x) > k.half + half || Math.abs(k.y - y) > 14)) kept.push({ p, x, y, half });
     }
     return kept.map(k => k.p);
+  }
+
+  /** A place beside each mark for its name: the first of right, left, above and below that is free. */
+  function named(points, pixels, room) {
+    const boxes = points.map(p => { const [x, y] = pixels(p); return { from: x - 7, to: x + 7, top: y - 7, bottom: y + 7 }; });
+    const found = [];
+    for (const p of points.filter(q => q.text)) {
+      const [x, y] = pixels(p), long = width(p.text);
+      const places = [[10, 0, "start"], [-10, 0, "end"], [0, -15, "middle"], [0, 15, "middle"], [10, -12, "start"], [10, 12, "start"], [-10, -12, "end"], [-10, 12, "end"]];
+      for (const [dx, dy, textAnchor] of places) {
+        const from = x + dx - (textAnchor === "end" ? long : textAnchor === "middle" ? long / 2 : 0);
+        const box = { from, to: from + long, top: y + dy - 7, bottom: y + dy + 7 };
+        if (box.to > room + 10 || from < -36) continue;
+        if (boxes.some(b => b.from < box.to && box.from < b.to && b.top < box.bottom && box.top < b.bottom)) continue;
+        boxes.push(box);
+        found.push({ p, dx, dy, textAnchor });
+        break;
+      }
+    }
+    return found;
   }
 
   /** Lines at moments, each named at its top where no earlier one stands in the way. */
@@ -309,6 +331,7 @@ const Charts = (() => {
     const crowded = chart.section === "served", texts = [...joined, ...(crowded ? kind("ring") : [])].filter(p => p.text);
     const numbers = crowded ? apart(texts, p => pixelsOf(p, x, chart, domains, room - 60, height - 64))
       : texts.length <= MOST_NUMBERED ? joined : [];
+    const marks = kind("mark"), pixels = p => pixelsOf(p, x, chart, domains, room - 60, height - 64);
     const yTicks = marksOf(chart.y, domains.y), ticks = xTicks(points.map(p => p.x), chart.x, room - 60);
     const svg = Plot.plot({
       width: room, height, style, marginLeft: 46, marginBottom: 40, marginTop: 24, marginRight: 14,
@@ -324,10 +347,15 @@ const Charts = (() => {
         Plot.ruleY(levels, { y: "y", stroke: "var(--ink)", strokeDasharray: "4 3" }),
         Plot.rect((chart.spans ?? []).filter(s => s.group === (points[0].group ?? "")), {
           x1: s => Math.max(s.start, domains.x[0]), x2: s => Math.min(s.end, domains.x[1]), y1: domains.y[0], y2: domains.y[1],
-          fill: "var(--s1)", fillOpacity: .18 }),
+          fill: "var(--s14)", fillOpacity: .14 }),
         Plot.line(joined.filter(p => !dashed.has(p.series)), line),
         Plot.line(joined.filter(p => dashed.has(p.series)), { ...line, strokeDasharray: "4 3" }),
-        Plot.line(kind("curve"), { ...line, strokeWidth: 1.3 }),
+        Plot.line(kind("curve").filter(p => !dashed.has(p.series)), { ...line, strokeWidth: 1.3 }),
+        Plot.line(kind("curve").filter(p => dashed.has(p.series)), { ...line, strokeWidth: 1.3, strokeDasharray: "5 4" }),
+        Plot.ruleX(marks.filter(p => p.low != null), { x, y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.6 }),
+        Plot.dot(marks, { x, y: "y", r: 6, fill: p => stroke.get(p.series), stroke: "var(--paper)", strokeWidth: 1.5 }),
+        ...named(marks, pixels, room - 60).map(({ p, dx, dy, textAnchor }) => Plot.text([p], { x, y: "y", text: "text", dx, dy, textAnchor,
+          fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4, fontSize: 13 })),
         Plot.line(trails, { ...line, z: p => stretch.get(p), strokeWidth: 1.5 }),
         Plot.ruleX(wide, { x, y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.3 }),
         Plot.dot(joined, { x, y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
@@ -338,8 +366,8 @@ const Charts = (() => {
           : { frameAnchor: "right", textAnchor: "end" }), text: "label", dy: -8, stroke: "var(--paper)", strokeWidth: 3, fill: "var(--ink)" })),
       ],
     });
-    const marks = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, x(p), p.y, null, svg.scale("y").apply(p.y)));
-    return drawn(svg, marks, {});
+    const hits = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, x(p), p.y, null, svg.scale("y").apply(p.y)));
+    return drawn(svg, hits, {});
   }
 
   function lines(chart, points, room) {
@@ -350,7 +378,7 @@ const Charts = (() => {
     const domains = { x: span(points.map(p => p.x), chart.x), y: span([...heights(points), ...level.map(r => r.y)], chart.y, true) };
     const tall = (ours, name) => chart.y.shared !== false ? domains.y
       : span([...heights(ours), ...level.filter(r => !r.group || r.group === name).map(r => r.y)], chart.y, true);
-    if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(320, Math.max(240, room * .55)))];
+    if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(300, Math.max(240, room * .55)))];
     const columns = Math.max(1, Math.floor((room + 24) / ((chart.panel_px ?? 240) + 24))), each = (room - 24 * (columns - 1)) / columns;
     const within = (ours, name) => ({ x: apart ? span(ours.map(p => p.x), chart.x) : domains.x, y: tall(ours, name) });
     const high = chart.panel_px ? Math.min(280, Math.max(200, each * .48)) : 200;

@@ -178,7 +178,8 @@
   function legend(chart, points) {
     const shown = new Set(points.map(p => p.series)), series = chart.series.filter(s => shown.has(s.name));
     const lanes = chart.kind === "bars" || chart.kind === "dots"; // these are named beside their lane
-    if (lanes || series.length < 2) return [];
+    const named = points.every(p => p.drawn === "curve" || (p.drawn === "mark" && p.text === p.series)); // beside its mark
+    if (lanes || named || series.length < 2) return [];
     const stroke = chart.kind === "lines" ? "stroke" : "";
     return [make("div", { className: "legend" }, ...series.map(s => {
       const swatch = make("i", { className: `${stroke} ${s.dashed ? "dashed" : ""}` });
@@ -299,6 +300,18 @@
   addEventListener("hashchange", unfold);
   document.addEventListener("click", event => { if (event.target.closest('a[href^="#cell-"]')) setTimeout(unfold); });
 
+  /** On a phone each row is a card that names its values; the first text is its title. */
+  function cards(table) {
+    const heads = [...table.tHead.rows[0].cells].map(head => head.textContent === "#" ? "rank" : [...head.childNodes].map(n => n.textContent).join(", "));
+    if (heads.length < 3) return;
+    table.classList.add("cards");
+    const title = [...table.tHead.rows[0].cells].findIndex(head => !head.classList.contains("n"));
+    for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => {
+      if (i === title) cell.classList.add("title"); else cell.dataset.label = heads[i];
+    });
+  }
+
+  $$("table").forEach(cards);
   $$("table").forEach(sortable);
   filterBar();
   figures.forEach(figure => watcher.observe(figure.place));

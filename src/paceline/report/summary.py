@@ -1,0 +1,216 @@
+"""The first screen of a report: a headline, four tiles, the trust light and the main chart.
+
+Everything here is chosen from findings and charts that the rest of the report shows in full; nothing is computed anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.analysis.findings import EQUAL, SHARED_GPU, WORSE, Recommendation, Report
+from paceline.analysis.findings.cell_axes import axis_text
+from paceline.analysis.findings.compare import FASTER, SLOWER
+from paceline.report import answer as sentences
+from paceline.report.charts import Chart
+from paceline.report.charts.fabric import BUSBW
+from paceline.report.charts.front import PARETO, PER_USER, PREDICTED, SCALED, lead_group
+from paceline.report.tables import finetuning, served
+from paceline.report.tables.fabric import best_row
+from paceline.report.tables.fabric_links import number
+from paceline.report.tables.table import certified_sentence, first_sentence
+from paceline.report.text import trust
+from paceline.report.text.cells import THROUGHPUT, turned
+from paceline.report.tiles import MEMORY, Tile, best_load, tiles
+from paceline.wording import direction, format_own, format_parts, listed, places, scale_of, short_percent
+
+MOST_WORDS = 15
+# The main chart is the first of these that the report has; a name ends where several charts share a beginning.
+MAIN = (
+    *("effects", f"{SCALED}_", PARETO, PER_USER, "served_curve", "nodes", BUSBW, PREDICTED),
+    *("frontier", "ceilings_products", "pairs", "throughput", "served_distributions", "served_in_flight", "memory"),
+    *("ceilings_copies", "collective_time_", "loss"),
+)
+GREEN, AMBER, RED, UNKNOWN = "green", "amber", "red", "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Light:
+    """The trust light: its level, one line, and the reasons behind it."""
+
+    level: str
+    text: str
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """support are the full sentences behind the headline; chart is the name of the main chart."""
+
+    headline: str
+    support: tuple[str, ...]
+    tiles: tuple[Tile, ...]
+    light: Light
+    chart: str | None
+
+
+def summarise(report: Report, charts: Iterable[Chart]) -> Summary:
+    line = headline(report)
+    support = tuple(text for text in (*sentences.answer(report), sentences.grounds(report)) if text and text != line)
+    return Summary(headline=line, support=support, tiles=tiles(report), light=light(report), chart=main_chart(charts))
+
+
+def main_chart(charts: Iterable[Chart]) -> str | None:
+    """The name of the chart that answers most, or None without charts."""
+    names = [chart.name for chart in charts]
+    for wanted in MAIN:
+        for name in names:
+            if name == wanted or (wanted.endswith("_") and name.startswith(wanted)):
+                return name
+    return names[0] if names else None
+
+
+# --- the headline ---
+
+
+def headline(report: Report) -> str:
+    """The answer in at most 15 words."""
+    design = max(report.effects, key=lambda outcome: len(outcome.effects), default=None)
+    found = sentences.headline(report)
+    candidates = [
+        _effects(report) if design and design.effects else "",
+        _choice(report, found) if found and found.metric in (THROUGHPUT, MEMORY) else "",
+        _served(report),
+        finetuning.sentence(report),
+        *_machine(report),
+        sentences.answer(report)[0],
+    ]
+    return next(brief(text) for text in candidates if text)
+
+
+def brief(sentence: str) -> str:
+    """A sentence without its brackets, its later clauses and, if need be, its end, in at most MOST_WORDS words.
+
+    >>> brief("Products reach 786 TFLOP/s (bf16); copies are slower, and so are all of the smaller sizes on this host.")
+    'Products reach 786 TFLOP/s (bf16)'
+    """
+    text = first_sentence(sentence)[0].rstrip(".")
+    for cut in ("; ", " (", ": ", ", "):
+        if len(text.split()) > MOST_WORDS:
+            head, mark, rest = text.partition(cut)
+            text = f"{head}{rest.partition(')')[2]}" if cut == " (" and mark else head
+    words = text.split()
+    return text if len(words) <= MOST_WORDS else " ".join(words[: MOST_WORDS - 1]) + " \u2026"
+
+
+def _effects(report: Report) -> str:
+    """`micro batch 4 → 8 speeds up most (+46 %); 2 of 6 changes matter`."""
+    outcome = max(report.effects, key=lambda each: len(each.effects))
+    speeds = [(e, r) for e in outcome.effects if (r := e.response(THROUGHPUT)) is not None]
+    decided = [(e, r) for e, r in speeds if r.verdict in (FASTER, SLOWER)]
+    if not decided:
+        return f"None of {len(outcome.effects)} changes is known to change the speed"
+    first, response = max(decided, key=lambda pair: abs(math.log(pair[1].ratio)))
+    name = first.name.partition(",")[0]
+    change = 100 * (response.ratio - 1)
+    return f"{name}: {change:+.0f} % tokens/s, the largest effect among {len(speeds)} changes"
+
+
+def _choice(report: Report, found: Recommendation) -> str:
+    """The winner and its margin in percent, equal leaders, or why there is no verdict."""
+    versus, group = found.decisive, lead_group(report)
+    where = f" on {axis_text('world_size', group.axes)}" if group and group.axes.get("world_size") else ""
+    names = listed(found.choose) if len(found.choose) < 4 else f"{len(found.choose)} strategies"
+    if versus is not None:
+        c = turned(versus) if versus.verdict == WORSE else versus
+        percent = abs(c.ratio - 1) * 100
+        margin = f"{format_own(percent, 0 if percent >= 10 else 1)} %"
+        word = direction(c.metric, c.ratio) if c.metric == THROUGHPUT else "less memory"
+        needs = "needs " if c.metric != THROUGHPUT else "is "
+        if len(found.choose) == 1:
+            return f"{c.label} {needs}{margin} {word} than {c.other_label}{where}"
+        return f"{names} lead{where}: {margin} {word} than {c.other_label}"
+    ties = [c for c in found.because if {c.label, c.other_label} <= {*found.choose} and c.metric == found.metric]
+    if ties and all(c.verdict == EQUAL for c in ties):
+        within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
+        return f"{names} are equal (within {max(within, 1)} %){where}"
+    if any(c.launches == 1 for c in ties) and group:
+        row = max(group.rows, key=lambda row: row.measurements[THROUGHPUT].value or 0.0)
+        rate = format_parts(row.measurements[THROUGHPUT].value, None, None)[0]
+        return f"Up to {rate} tokens/s ({row.label}); one launch each, so no verdict"
+    widest = max((c.detectable_ratio or 0.0 for c in ties), default=0.0)
+    seen = f"; differences under {short_percent(widest)} go unseen" if widest else ""
+    return f"No clear winner among {names}{where}{seen}"
+
+
+def _served(report: Report) -> str:
+    loads = served.loads_of(report)
+    if not loads:
+        return next((f"{v.text(1)}" for v in report.served if v.reasons), "")
+    searched = next((m for m in report.measurements if m.metric == "max_rate_per_s" and m.value is not None), None)
+    if searched is not None:
+        return f"Serves up to {searched.value:.4g} requests/s within its latency limits"
+    key = best_load(report)
+    load = loads[key]
+    m, first = load["output_tokens_per_s"], load.get("ttft_p50_s")
+    rate = format_parts(m.value, None, None)[0]
+    wait = ""
+    if first is not None and first.value is not None:
+        value = first.value * (1e3 if first.value < 1 else 1)
+        wait = f", first token after {format_own(value, places(value, None, None))} {'ms' if first.value < 1 else 's'}"
+    return f"{m.axes.get('model')} serves {rate} tokens/s{' at most' if len(loads) > 1 else ''}{wait}"
+
+
+def _machine(report: Report) -> list[str]:
+    """The first sentence of each subject about the machine, shortened."""
+    found = [text for say in sentences.MACHINE_SENTENCES if (text := say(report))]
+    if report.memory and any(row.error_ratio is not None for row in report.memory):
+        errors = [abs(row.error_ratio) for row in report.memory if row.error_ratio is not None]
+        words = f"Peak memory predicted within {short_percent(max(errors))} in all {len(errors)} cells"
+        found = [words if text.startswith("Predicted peaks") else text for text in found]
+    best = [m for m in report.measurements if m.metric == "datasheet_share_ratio" and m.axes.get("dtype") == "bf16"]
+    peak = next((t for t in tiles(report) if t.name == "bf16 products"), None)
+    if peak is not None and best and best[0].value:
+        words = f"bf16 products reach {peak.value} {peak.unit}, {best[0].value:.0%} of the datasheet"
+        found = [words if text.startswith("Matrix products") else text for text in found]
+    if (row := best_row(report.collectives)) is not None and len(found) == 1:
+        scale = scale_of("bytes/s", "", [row.busbw_bytes_per_s])
+        note = f" ({row.note})" if row.note else ""
+        where = axis_text("world_size", row.axes)
+        found = [f"{row.operation}: {number(row.busbw_bytes_per_s, scale)} {scale.unit} bus bandwidth on {where}{note}"]
+    return found
+
+
+# --- the trust light ---
+
+
+def light(report: Report) -> Light:
+    """Red: a result must not be used. Amber: small differences are in doubt. Unknown: the hosts were not watched."""
+    ours = [run for run in report.runs if not run.is_reference]
+    levels = Counter(run.trust.level for run in report.runs if run.trust is not None)
+    invalid = sum(run.status == "invalid" for run in ours)
+    failed = sum(run.is_failure and run.status != "invalid" for run in ours)
+    doubted = sum(not verdict.is_believed for verdict in report.served)
+    shared = any(SHARED_GPU in run.health for run in ours)
+    once = any(c.launches == 1 for c in report.comparisons)
+    problems = (
+        (RED, invalid, f"{invalid} of {len(ours)} runs invalid"),
+        (RED, levels[RED], f"{levels[RED]} of {len(report.runs)} launches badly disturbed"),
+        (RED, doubted, f"{doubted} of {len(report.served)} loads unreliable"),
+        (AMBER, failed, f"{failed} of {len(ours)} runs failed"),
+        (AMBER, levels[AMBER], f"{levels[AMBER]} of {len(report.runs)} launches disturbed"),
+        (AMBER, shared, SHARED_GPU),
+        (AMBER, once, "launches not repeated"),
+    )
+    found = [(level, text) for level, count, text in problems if count]
+    level = found[0][0] if found else GREEN if levels else UNKNOWN
+    proved, valid = sum(c.valid for c in report.certificates), sum(v.is_valid for v in report.served)
+    good = [f"{proved} of {len(report.certificates)} runs certified"] if report.certificates else []
+    good += [f"{valid} of {len(report.served)} loads valid"] if report.served else []
+    good += ["no launch disturbed"] if levels and set(levels) == {GREEN} else []
+    good += ["load of the hosts not recorded"] if not levels and ours else []
+    words = "; ".join((*(text for _, text in found), *good)) or "no runs"
+    certified = (certified_sentence(report),) if report.certificates else ()
+    return Light(level=level, text=words, reasons=(*trust.lines(report), *certified, *report.notes))
