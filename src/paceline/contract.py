@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import Evidence, Sample, Status
 
@@ -119,10 +120,22 @@ class JobState:
 def may_be_lost(spec: RunSpec) -> range:
     """Return the nodes without which a job can continue once rank 0 sends requests.
 
-    In an inference run these are all nodes except that of the load generator, which reassigns the unanswered requests
-    of a lost replica to the others and records that.
+    In an inference run these are all nodes except those of the load generator and its own replica. It reassigns the
+    unanswered requests of a lost replica to the others and records that.
     """
-    return range(1, spec.topology.nodes if spec.serving is not None else 1)
+    return range(nodes_per_replica(spec), spec.topology.nodes) if spec.serving is not None else range(1, 1)
+
+
+def nodes_per_replica(spec: RunSpec) -> int:
+    """Return how many nodes serve one replica together; 1 unless the engine spreads them."""
+    spread = None if spec.engine is None else getattr(load("engines", spec.engine.name), "nodes_per_replica", None)
+    return 1 if spread is None else int(spread(spec))
+
+
+def devices_per_rank(spec: RunSpec) -> int:
+    """Return how many devices a rank uses: one, or its share of the tensor parallelism of a replica."""
+    parallel = spec.engine.options.get("tensor_parallel") if spec.engine else None
+    return int(str(parallel or 1)) // nodes_per_replica(spec)
 
 
 class Workload(Protocol):
@@ -165,6 +178,9 @@ class Engine(Protocol):
 
     Every engine answers over HTTP like OpenAI's API, so that one client can test all of them. An engine that starts
     servers on the devices of its rank has `STARTS = True`; other processes on these devices are then counted.
+
+    An engine that can spread one replica over several nodes has `nodes_per_replica(spec) -> int`; the ranks of all but
+    the first of these nodes provide no replica. Its option `tensor_parallel` counts the devices of all of them.
 
     An engine whose servers can be queried before a run also has `preflight(spec)`, which raises UnsupportedError if a
     run with these options could not start now. It is called if the client runs on this host, and starts nothing.

@@ -1,7 +1,9 @@
 """A program with the outside of `vllm serve`: its arguments, key, health and facts, and a process of its own beside it.
 
 The variable STAND_IN says how it goes wrong: ends (with an error in the words of vLLM), silent (never ready), taken
-(its first port is somebody else's). It leaves what it was given in the file that STAND_IN_TOLD names.
+(its first port is somebody else's). It leaves what it was given in the file that STAND_IN_TOLD names. Of a replica on
+several nodes, every part but the first serves nothing, goes wrong alone, and has the number of its node in that file's
+name.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ def main(argv: list[str]) -> None:
     # Its engine: deaf to a polite end, and not in the same session.
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     engine = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
-    told = Path(os.environ["STAND_IN_TOLD"])
+    given = dict(itertools.pairwise(argv))
+    node = given.get("--node-rank", "0")
+    told = Path(os.environ["STAND_IN_TOLD"] + ("" if node == "0" else f".{node}"))
     again = told.exists()
     files = sorted(path.name for path in Path(argv[2]).iterdir())
     facts = {"argv": argv, "files": files, "env": dict(os.environ), "pids": [os.getpid(), engine.pid]}
     told.write_text(json.dumps(facts))
-    fault = os.environ.get("STAND_IN")
+    fault = os.environ.get("STAND_IN") if ("--headless" in argv) == (given.get("--nnodes") is not None) else None
     if fault == "ends":
         sys.exit(ENDED.format(key=os.environ["VLLM_API_KEY"]))
     if fault == "taken" and not again:
@@ -51,7 +55,8 @@ def main(argv: list[str]) -> None:
         sys.stdout.write("Loading weights\n")
         sys.stdout.flush()
         time.sleep(600)
-    given = dict(itertools.pairwise(argv))
+    if "--headless" in argv:
+        time.sleep(600)
     http.server.HTTPServer((given["--host"], int(given["--port"])), Answers).serve_forever()
 
 

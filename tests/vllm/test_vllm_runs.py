@@ -20,6 +20,7 @@ import psutil
 import pytest
 import yaml
 from testbed import llama_cpp, tiny_llama
+from testbed.spread import SpreadRanks
 
 from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError
@@ -226,8 +227,32 @@ def test_tensor_parallel_keeps_the_text_and_a_killed_server_leaves_nothing(
         until(lambda: not family.living(), "the end of all of its processes", 120)
 
     opened = vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu"))
-    with pytest.raises(LaunchError, match="ended while it was asked"), opened as (endpoint,):
+    with pytest.raises(LaunchError, match="ended during the load"), opened as (endpoint,):
         ask_and_kill(endpoint)
+
+
+def test_a_replica_over_two_nodes_gives_the_same_text(
+    make_spec: Callable[..., RunSpec], program: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both nodes are this host; vLLM connects their parts as it does between hosts."""
+    family = Family()
+    monkeypatch.setenv(MARK, family.mark)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    engine = Choice("vllm", {"executable": program, **SMALL, "tensor_parallel": 2, "nodes": 2})
+    asked: dict[str, Any] = {"serving": Serving(), "engine": engine, "stall_s": 1000.0, "data": Choice.parse(DATA)}
+    spec = make_spec(None, processes=1, nodes=2, workload="inference", model=str(model), **asked)
+    assert vllm.check(spec) is None
+    prompt = list(range(20, 60))
+    with (ranks := SpreadRanks(spec, limit_s=LONG_S)).living(monkeypatch):
+        assert not ranks.errors
+        (endpoint,) = ranks.served[0]
+        assert ranks.served[1] == []
+        told = complete(endpoint.url, "tiny", prompt, 32, endpoint.secret)
+        assert told == tiny_llama.text(model, tiny_llama.continuation(model, prompt, 32))
+        assert (endpoint.facts["tensor_parallel"], endpoint.facts["settings"]["nodes"]) == (2, 2)
+        assert len(family.living()) >= 7, "two guardians, two servers, an engine and a worker for each node"
+    assert not ranks.errors
+    until(lambda: not family.living(), "the end of all of its processes", 120)
 
 
 def test_two_replicas_of_a_named_shape_share_the_samples(start: Callable[..., Campaign]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from paceline.contract import Seat
+from paceline.contract import Seat, devices_per_rank
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
@@ -225,10 +225,7 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
     if not spec.telemetry_hz or not first:
         yield
         return
-    # A replica uses as many GPUs as its tensor parallelism; any other rank uses one.
-    parallel = spec.engine.options.get("tensor_parallel", 1) if spec.engine else 1
-    assert isinstance(parallel, int)
-    gpus = 0 if seat.device == "cpu" else 1 if shared else spec.topology.processes_per_node * parallel
+    gpus = 0 if seat.device == "cpu" else 1 if shared else spec.topology.processes_per_node * devices_per_rank(spec)
     host = placement.node_name(os.environ)
     with (run_dir / f"samples-gauges-{seat.rank}.jsonl").open("w", buffering=1) as file:
 

@@ -54,6 +54,14 @@ def store_variables(master: str, port: int, descriptor: int | None) -> dict[str,
     return variables if descriptor is None else {**variables, STORE_FD: str(descriptor)}
 
 
+def launch_store(timeout_s: float) -> Any:
+    """Return the store of this rank's launch, by the variables that torchrun sets. Waits end after `timeout_s`."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    return store
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments by which an agent tells a runner where the store of the job is."""
     known = argparse.ArgumentParser(prog="paceline.launchers.node.torchrun", allow_abbrev=False)

@@ -1,4 +1,8 @@
-"""vLLM: starts `vllm serve` for each rank on its own devices, and ends it with the run."""
+"""vLLM: starts `vllm serve` for each rank on its own devices, and ends it with the run.
+
+A replica that is too large for one node is spread over several (`nodes`): the rank on each starts a part of it, and the
+first part answers requests. vLLM itself connects the parts; their ranks only agree on the address.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.environment import is_secret
 from paceline.host.scratch import own_folder
-from paceline.launchers.node import placement
+from paceline.launchers.node import placement, torchrun
 from paceline.models import directory
 from paceline.models.arithmetic import known_shape
 from paceline.models.arithmetic import load as load_shape
@@ -36,7 +40,8 @@ PORTS_TRIED = 3
 # Options that this engine sets itself, so they may not be given again.
 _OURS = re.compile(
     r"--(host|port|api-key|dtype|served-model-name|load-format|tensor-parallel-size|max-model-len|max-num-seqs|seed"
-    r"|gpu-memory-utilization|kv-cache-memory-bytes|(no-)?enable-prefix-caching|enforce-eager|generation-config)(=.*)?"
+    r"|gpu-memory-utilization|kv-cache-memory-bytes|(no-)?enable-prefix-caching|enforce-eager|generation-config"
+    r"|nnodes|node-rank|master-addr|master-port|headless)(=.*)?"
 )
 # Variables of the rank, which a server would take for its own.
 _OF_RANKS = re.compile(
@@ -49,7 +54,8 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """executable: the program, by path or found in PATH. tensor_parallel: devices of each replica.
+    """executable: the program, by path or found in PATH. tensor_parallel: devices of each replica. nodes: nodes that
+    serve one replica together, with one rank and the same number of devices on each.
 
     max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes: vLLM's own defaults unless given.
     prefix_caching is off, because samples that share a beginning would be answered faster the second time. eager:
@@ -60,6 +66,7 @@ class Options:
 
     executable: str = "vllm"
     tensor_parallel: int = 1
+    nodes: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     gpu_memory_utilization: float | None = None
@@ -71,7 +78,7 @@ class Options:
     arguments: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
+        for name in ("tensor_parallel", "nodes", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(value is None or whole, f"vllm.{name}", value, "a whole number from 1")
@@ -93,6 +100,14 @@ def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.engine)
     shape = known_shape(spec.model)
     _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
+    if chosen.nodes > 1:
+        if chosen.tensor_parallel % chosen.nodes:
+            return f"tensor_parallel {chosen.tensor_parallel} does not divide over {chosen.nodes} nodes"
+        if spec.topology.nodes % chosen.nodes:
+            return f"replicas of {chosen.nodes} nodes do not fit {spec.topology.nodes} nodes (topology.nodes)"
+        if spec.topology.processes_per_node > 1:
+            count = spec.topology.processes_per_node
+            return f"a replica over several nodes has one rank on each, but there are {count} (topology.processes)"
     if shape is None:
         return None  # vLLM itself reports at its start whether it supports this architecture
     if shape.heads % chosen.tensor_parallel:
@@ -100,34 +115,72 @@ def check(spec: RunSpec) -> str | None:
     return None if "/" in spec.model.name else directory.unservable(shape)
 
 
+def nodes_per_replica(spec: RunSpec) -> int:
+    return parse_options(Options, spec.engine).nodes
+
+
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
+    """The replica of this rank; none if this rank serves another part of the replica of an earlier rank."""
     chosen = parse_options(Options, spec.engine)
     program = executable(chosen.executable)
-    devices = devices_of(seat, chosen.tensor_parallel, os.environ)
+    devices = devices_of(seat, chosen.tensor_parallel // chosen.nodes, os.environ)
     secret = secrets.token_urlsafe(24)
-    env = environment(spec, devices, secret, os.environ)
     patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
     with own_folder(None) as folder, contextlib.ExitStack() as running:
         log = folder / "server.log"
         model = model_folder(spec, folder)
         for left in reversed(range(PORTS_TRIED)):
-            address = _server.own_address(spec.topology.nodes, os.environ)
-            port = _server.free_port(address)
-            argv = [program, *command(spec, chosen, model, address, port)]
+            part = part_of(spec, seat, chosen.nodes, patience_s)
+            env = environment(spec, devices, secret, os.environ, part.own if chosen.nodes > 1 else None)
+            argv = [program, *command(spec, chosen, model, part)]
             server = running.enter_context(_server.started("vllm serve", argv, env, log, secret))
-            url = _server.url_of(address, port)
+            url = _server.url_of(part.address, part.port)
             try:
+                # The other parts wait for the first one too: each reports why its own server ended.
                 ready_s = server.wait_until_ready(url, patience_s)
                 break
             except LaunchError as error:
-                # Another process may have taken the free port before the server listened.
-                if not left or "ddress already in use" not in str(error):
+                # Another process may have taken the free port before the server listened. The ports of a replica on
+                # several nodes are known to all its ranks and not exchanged.
+                if not left or chosen.nodes > 1 or "ddress already in use" not in str(error):
                     raise
                 running.close()
+        if part.number:
+            yield []
+            return
         facts = facts_of(spec, chosen, url, devices) | {"ready_s": ready_s}
         yield [Endpoint(url=url, model=served_name(spec), secret=secret, facts=facts)]
-        server.require_alive(url, alone=seat.world_size == 1)
+        server.require_alive(url, alone=seat.world_size == chosen.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank serves of a replica. number: among the parts. own: this node's address. address, port: where the
+    first part answers requests; meeting_port: where all parts connect."""
+
+    number: int
+    own: str
+    address: str
+    port: int
+    meeting_port: int | None = None
+
+
+def part_of(spec: RunSpec, seat: Seat, nodes: int, timeout_s: float) -> Part:
+    """Choose the ports of a replica. With several nodes, the first rank of each replica tells the others."""
+    own = _server.own_address(spec.topology.nodes, os.environ)
+    if nodes == 1:
+        return Part(0, own, own, _server.free_port(own))
+    replica, number = divmod(seat.rank, nodes)
+    store, key = torchrun.launch_store(timeout_s), f"paceline/vllm/{replica}"
+    if number == 0:
+        store.set(key, json.dumps([own, _server.free_port(own), _server.free_port(own)]))
+    try:
+        address, port, meeting_port = json.loads(store.get(key))
+    except RuntimeError:
+        first = seat.rank - number
+        raise LaunchError(f"rank {first} did not start its part of the replica within {timeout_s:.0f} s") from None
+    return Part(number, own, address, port, meeting_port)
 
 
 def executable(given: str) -> str:
@@ -154,11 +207,12 @@ def served_name(spec: RunSpec) -> str:
     return spec.model.name.rstrip("/").rpartition("/")[2]
 
 
-def command(spec: RunSpec, chosen: Options, model: Path, address: str, port: int) -> list[str]:
+def command(spec: RunSpec, chosen: Options, model: Path, part: Part) -> list[str]:
     """Arguments of `vllm`. The key is not among them: every user of a host can see its command lines."""
+    is_first, is_spread = part.number == 0, chosen.nodes > 1
     given: dict[str, object] = {
-        "host": address,
-        "port": port,
+        "host": part.address if is_first else None,
+        "port": part.port if is_first else None,
         "served-model-name": served_name(spec),
         "dtype": DTYPES[spec.training.precision.compute],
         "tensor-parallel-size": chosen.tensor_parallel,
@@ -170,11 +224,16 @@ def command(spec: RunSpec, chosen: Options, model: Path, address: str, port: int
         "gpu-memory-utilization": chosen.gpu_memory_utilization,
         "kv-cache-memory-bytes": chosen.kv_cache_bytes,
         "load-format": None if "/" in spec.model.name else "dummy",
+        "distributed-executor-backend": "mp" if is_spread else None,
+        "nnodes": chosen.nodes if is_spread else None,
+        "node-rank": part.number if is_spread else None,
+        "master-addr": part.address if is_spread else None,
+        "master-port": part.meeting_port,
     }
     flags = ["--enable-prefix-caching" if chosen.prefix_caching else "--no-enable-prefix-caching"]
     flags += ["--enforce-eager"] if chosen.eager else []
     # A line for each request costs the server time.
-    flags += ["--disable-uvicorn-access-log"]
+    flags += ["--disable-uvicorn-access-log"] if is_first else ["--headless"]
     pairs = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return ["serve", str(model), *pairs, *flags, *(chosen.arguments or ())]
 
@@ -190,21 +249,26 @@ def devices_of(seat: Seat, tensor_parallel: int, environ: Mapping[str, str]) -> 
     if len(own) < tensor_parallel:
         raise UnsupportedError(
             f"local rank {seat.local_rank} with tensor_parallel {tensor_parallel} needs {first + tensor_parallel} GPUs "
-            f"of its host, which has {len(shown)}"
+            f"of its host, which has {len(shown)}: use fewer, or spread each replica over several nodes (vllm.nodes)"
         )
     return own
 
 
-def environment(spec: RunSpec, devices: Sequence[str], secret: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this rank, without variables for ranks; no hub is contacted."""
+def environment(
+    spec: RunSpec, devices: Sequence[str], secret: str, environ: Mapping[str, str], address: str | None = None
+) -> dict[str, str]:
+    """The environment of this rank, without variables for ranks; no hub is contacted. address: of this node, if others
+    serve parts of the same replica."""
     kept = {name: value for name, value in environ.items() if not _OF_RANKS.fullmatch(name)}
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     ours = {**quiet, "VLLM_API_KEY": secret}
+    # vLLM would otherwise use the interface of the default route.
+    usual = {} if address is None else {"VLLM_HOST_IP": address}
     if spec.topology.device == "cuda":
-        return {**kept, **ours, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        return {**usual, **kept, **ours, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    alone = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"} if address is None else {}
     # Several servers on one host must not all be bound to its first cores.
-    alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**alone, **kept, **ours}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **alone, **usual, **kept, **ours}
 
 
 def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -> dict[str, Any]:
@@ -219,7 +283,7 @@ def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -
     return {
         "body": {"ignore_eos": True} if ignores_eos(spec, chosen) else {},
         "version": None if version is None else str(version),
-        "devices": len(devices) or None,
+        "devices": len(devices) * chosen.nodes or None,
         "tensor_parallel": chosen.tensor_parallel,
         "settings": settings(spec, chosen, cache, os.environ),
     }
@@ -244,6 +308,7 @@ def settings(
         "eager": chosen.eager,
         "ignore_eos": ignores_eos(spec, chosen),
         "weights": "checkpoint" if "/" in spec.model.name else "random",
+        **({"nodes": chosen.nodes} if chosen.nodes > 1 else {}),
         "arguments": " ".join(chosen.arguments or ()) or None,
         **{name: cache[name] for name in _CACHE if cache.get(name, "None") != "None"},
         **{name: value for name, value in sorted(switches.items()) if not is_secret(name, value)},

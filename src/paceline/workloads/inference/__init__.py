@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.contract import Endpoint, Recorder, Seat
+from paceline.contract import Endpoint, Recorder, Seat, devices_per_rank, nodes_per_replica
 from paceline.errors import RequestError, UnsupportedError, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Traits, load, parse_options
@@ -92,10 +92,10 @@ def _read_once(
 
 
 def replicas_of(spec: RunSpec) -> int:
-    """As many as the engine's urls if it takes any; otherwise one for each rank."""
+    """As many as the engine's urls if it takes any; otherwise one for each rank, or for the nodes that share one."""
     assert spec.engine is not None
     urls = spec.engine.options.get("urls")
-    return len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
+    return len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size // nodes_per_replica(spec)
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
@@ -140,7 +140,7 @@ def surroundings(spec: RunSpec, seat: Seat) -> Surroundings:
     # Ranks that share a GPU are each other's neighbours; sharing is reported by itself.
     if seat.device != "cuda" or placement.shares_gpu(os.environ):
         return Surroundings(None, switches)
-    devices = int(str(spec.engine.options.get("tensor_parallel") or 1))
+    devices = devices_per_rank(spec)
     first = seat.local_rank * devices
     counts = [count for gpu in range(first, first + devices) if (count := neighbours(gpu)) is not None]
     return Surroundings(max(counts, default=None), switches)

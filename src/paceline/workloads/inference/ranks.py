@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from paceline.contract import Seat
 from paceline.errors import UnsupportedError
+from paceline.launchers.node import torchrun
 from paceline.workloads.inference.session import Replica
 
 POLL_S = 2.0
@@ -56,10 +57,7 @@ class Ranks:
     @classmethod
     def joined(cls, seat: Seat, timeout_s: float) -> Ranks:
         """Join through the environment variables that torchrun sets."""
-        from torch.distributed.rendezvous import rendezvous
-
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-        return cls(store, seat, timeout_s)
+        return cls(torchrun.launch_store(timeout_s), seat, timeout_s)
 
     def publish(self, own: Sequence[Replica]) -> None:
         self._store.set(_replicas_key(self._seat.rank), json.dumps([dataclasses.asdict(replica) for replica in own]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,12 +16,15 @@ from typing import Any
 
 import psutil
 import pytest
+from testbed.spread import SpreadRanks
+from torch.distributed import HashStore
 
-from paceline.contract import Seat
+from paceline.contract import Seat, devices_per_rank, may_be_lost
 from paceline.errors import LaunchError, RequestError, UnsupportedError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
+from paceline.launchers.node import torchrun
 from paceline.models import directory
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.hf_config import read_shape
@@ -102,6 +106,72 @@ def test_a_server_is_started_and_ended_with_all_its_processes(spec: Any, told: A
     assert not Path(given["argv"][2]).exists()
 
 
+def test_a_replica_is_spread_over_two_nodes(
+    spec: Any, told: Any, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = spec(executable=program, tensor_parallel=4, nodes=2)
+    asked = replace(asked, topology=replace(asked.topology, nodes=2))
+    assert vllm.check(asked) is None
+    assert (inference.replicas_of(asked), devices_per_rank(asked), list(may_be_lost(asked))) == (1, 2, [])
+    with (ranks := SpreadRanks(asked)).living(monkeypatch):
+        (endpoint,) = ranks.served[0]
+        assert ranks.served[1] == [], "one replica, however many nodes serve it"
+        # The first part of the stand-in waits for no other, unlike that of vLLM.
+        second, end = tmp_path / "told.json.1", time.monotonic() + 60
+        while not (second.exists() and second.read_text().endswith("}")) and time.monotonic() < end:
+            time.sleep(0.02)
+        given = [told(), json.loads(second.read_text())]
+    words = [dict(itertools.pairwise(each["argv"])) for each in given]
+    assert endpoint.url == f"http://{words[0]['--host']}:{words[0]['--port']}"
+    for number, each in enumerate(words):
+        assert (each["--tensor-parallel-size"], each["--nnodes"], each["--node-rank"]) == ("4", "2", str(number))
+        assert each["--distributed-executor-backend"] == "mp"
+        assert each["--master-addr"] == words[0]["--host"] == given[number]["env"]["VLLM_HOST_IP"]
+    assert words[0]["--master-port"] == words[1]["--master-port"] != words[0]["--port"]
+    assert ["--headless" in each["argv"] for each in given] == [False, True]
+    assert not {"--host", "--port"} & set(words[1])
+    assert (endpoint.facts["tensor_parallel"], endpoint.facts["settings"]["nodes"]) == (4, 2)
+    assert all_gone([*given[0]["pids"], *given[1]["pids"]])
+
+
+def test_a_part_that_ends_says_why(
+    spec: Any, told: Any, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part would only wait in vain for it; port 9 is the discard service, which nobody runs."""
+    store = HashStore()
+    store.set("paceline/vllm/0", json.dumps(["127.0.0.1", 9, 9]))
+    monkeypatch.setattr(torchrun, "launch_store", lambda _timeout_s: store)
+    monkeypatch.setenv("STAND_IN", "ends")
+    asked = spec(executable=program, tensor_parallel=2, nodes=2)
+    asked = replace(asked, topology=replace(asked.topology, nodes=2))
+    seat = replace(SEAT, rank=1, world_size=2)
+    with pytest.raises(LaunchError, match=r"ended before it answered: .*no room for the cache"), vllm.open(asked, seat):
+        pytest.fail("nobody answered")
+    assert all_gone(json.loads((tmp_path / "told.json.1").read_text())["pids"])
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "processes", "reason"),
+    [
+        ({"tensor_parallel": 4, "nodes": 3}, 3, 1, "tensor_parallel 4 does not divide over 3 nodes"),
+        ({"tensor_parallel": 4, "nodes": 2}, 3, 1, "replicas of 2 nodes do not fit 3 nodes (topology.nodes)"),
+        ({"tensor_parallel": 4, "nodes": 2}, 1, 1, "replicas of 2 nodes do not fit 1 nodes (topology.nodes)"),
+        (
+            {"tensor_parallel": 4, "nodes": 2},
+            2,
+            4,
+            "a replica over several nodes has one rank on each, but there are 4 (topology.processes)",
+        ),
+    ],
+)
+def test_a_replica_that_does_not_fit_its_nodes_is_refused(
+    spec: Any, options: dict[str, Any], nodes: int, processes: int, reason: str
+) -> None:
+    asked = spec(**options)
+    topology = replace(asked.topology, nodes=nodes, processes_per_node=processes)
+    assert vllm.check(replace(asked, topology=topology)) == reason
+
+
 def test_the_key_is_in_no_command_line_and_no_text(
     spec: Any,
     told: Any,
@@ -174,7 +244,7 @@ def test_a_killed_rank_leaves_no_server(spec: Any, told: Any, program: str, tmp_
 import json, sys, time
 from paceline.models.hf_config import read_shape
 from paceline.serving.engines import vllm
-from paceline.contract import Seat
+from paceline.contract import Seat, devices_per_rank, may_be_lost
 from paceline.experiment.spec import RunSpec
 spec = RunSpec.from_dict(json.loads(sys.argv[1]))
 with vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu")):

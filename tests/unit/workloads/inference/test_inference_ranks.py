@@ -70,6 +70,21 @@ def test_rank_0_has_the_replicas_of_all_in_their_order() -> None:
         assert circle(store, 0).all_replicas() == [*own[0], *own[1]]
 
 
+def test_a_rank_that_serves_a_part_of_another_s_replica_has_none() -> None:
+    """Two replicas, each over two nodes: they are numbered as if the other ranks were not there."""
+    store = MemoryStore()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        own = [[replica(0, port)], [], [replica(2, port)], []]
+        for rank, found in enumerate(own):
+            circle(store, rank, size=4).publish(found)
+        assert circle(store, 0, size=4).all_replicas() == [*own[0], *own[2]]
+    store.set("paceline/dead/2/0", "1")
+    assert circle(store, 0, size=4).dead() == [1]
+    store.set("paceline/ended", "1")
+    assert circle(store, 1, size=4).keep_up([], lambda _: pytest.fail("there is none to ask")) == []
+
+
 def test_a_replica_that_rank_0_cannot_reach_is_named(golden: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
