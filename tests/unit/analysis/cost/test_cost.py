@@ -210,7 +210,7 @@ def test_on_demand_stands_beside_spot_and_other_prices_are_one_factor(
     assert headings[2:4] == golden
     assert headings[-3:] == golden
     (row,) = first.rows
-    on_demand, spot = (float(row[i].text) for i in (2, 3))
+    on_demand, spot = (float(row[i].text.replace(",", "")) for i in (2, 3))
     assert on_demand / spot == pytest.approx(4, rel=0.01)
     text = row[headings.index("1000 samples, USD")].detail
     assert text == golden
