@@ -26,6 +26,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("serving",),
     ("launchers", "training"),
     ("contract",),
+    ("prediction",),
     ("results",),
     ("models",),
     ("experiment",),

@@ -20,7 +20,7 @@ from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, 
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, fabric, nodes
 from paceline.analysis.served import accuracy, curves, equal_work, measurements, mlperf_verdict, paired, verdicts
-from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, rules_of_thumb, trust
+from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, predicted, rules_of_thumb, trust
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import Window, first_and_last_loss, open_window, step_table
@@ -42,10 +42,12 @@ def build(
     costing: training.Costing | None = None,
     earlier: Sequence[RunRecord] = (),
     baseline: nodes.Baseline | None = None,
+    predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Report:
     """Certify, measure, compare and recommend. created_at defaults to the end of the last run.
 
-    earlier are launches replaced by newer ones, used for histories only; baseline replaces the peers of nodes. Only
+    earlier are launches replaced by newer ones, used for histories only; baseline replaces the peers of nodes.
+    predictions are stored ones (`prediction.stored.read`), shown beside the runs that measured them. Only
     runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
@@ -102,6 +104,7 @@ def build(
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),
         rules_of_thumb=rules_of_thumb.rules(sound),
+        predictions=predicted.beside(predictions, sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
         notes=(*_notes(cells, runs, _machines(ordered)), *replaced_note, *network.notes, *tested.notes),

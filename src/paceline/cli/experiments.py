@@ -25,6 +25,7 @@ from paceline.cli.verbs import (
 
 if TYPE_CHECKING:
     from paceline.analysis.cost.training import Costing
+    from paceline.campaign.run.forecast import Forecast
     from paceline.campaign.run.stopping import Stopping
     from paceline.experiment.spec import RunSpec
     from paceline.results.records import RunRecord
@@ -51,6 +52,10 @@ def add_verbs(verbs: Any) -> None:
         action="store_true",
         help="print only the YAML that the launcher kubernetes would apply for unfinished runs",
     )
+    verb.add_argument(
+        "--gpu", metavar="NAME", help="predict time and cost on this GPU (default: the GPU of this machine)"
+    )
+    verb.add_argument("--price", metavar="P", help="USD per GPU-hour, or a name from `paceline list prices`")
 
 
 def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
@@ -103,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import display, status_page
+    from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import campaign, interruptible
     from paceline.results.campaign_file import read_plan
 
@@ -110,6 +116,8 @@ def _run(arguments: argparse.Namespace) -> int:
     exporters_of(arguments.format)
     stopping = _stopping(arguments, costing)
     screen = console()
+    forecasts = _forecasts(specs, None)
+    forecast.store(forecasts, arguments.out)
     observer = display.observer_for(screen)
     paged = status_page.Paged(observer, arguments.out)
     try:
@@ -170,6 +178,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.manifests:
         return _print_manifests(runs, arguments.out)
     screen = console()
+    predicted = {one.spec.run_id: one for one in _forecasts(runs, arguments.gpu)}
+    price = _price(arguments.price)
     for number, spec in enumerate(runs, 1):
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
@@ -180,6 +190,8 @@ def plan(arguments: argparse.Namespace) -> int:
         if spec.is_trained:
             shape, length = arithmetic.load(spec.model), spec.training.sequence_length
             remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
+        if spec.run_id in predicted:
+            remarks.append(_forecast_text([predicted[spec.run_id]], price))
         with contextlib.suppress(StoreError):
             # A run that ended out of memory before comes with the settings that would fit.
             fitting = memory.advice(store.read_run(run_dir))
@@ -195,7 +207,40 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     total = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     print_hanging(screen, f"{total}; results in {arguments.out}", 2)
+    if predicted:
+        print_hanging(screen, f"in total {_forecast_text(list(predicted.values()), price)}", 2)
     return OK
+
+
+def _forecasts(specs: Sequence[RunSpec], gpu: str | None) -> list[Forecast]:
+    """The runs that can be predicted: those that train on a GPU that is given, or that this machine has."""
+    from paceline.campaign.run import forecast
+
+    on_gpu = [spec for spec in specs if spec.is_trained and (gpu or spec.topology.device == "cuda")]
+    found = forecast.gpu_here(gpu) if on_gpu else None
+    return [] if found is None else forecast.forecast(on_gpu, found)
+
+
+def _price(text: str | None) -> float | None:
+    from paceline.host import prices
+
+    return None if text is None else prices.chosen(text)[0].usd_per_gpu_hour
+
+
+def _forecast_text(found: Sequence[Forecast], usd_per_gpu_hour: float | None) -> str:
+    """`predicted: step 0.42 s (0.33 to 0.53), about 3 min, 0.12 USD`; several runs without the step."""
+    from paceline.wording import format_duration
+
+    step = ""
+    if len(found) == 1:
+        one = found[0].prediction
+        step = f"step {one.step_s:.3g} s ({one.low_s:.3g} to {one.high_s:.3g}), "
+    total, low, high = (sum(getattr(one, name) for one in found) for name in ("seconds", "low_s", "high_s"))
+    usd = "" if usd_per_gpu_hour is None else f", {sum(one.usd(usd_per_gpu_hour) for one in found):.2f} USD"
+    return (
+        f"predicted{'' if len(found) == 1 else f' of {len(found)} runs'}: {step}about {format_duration(total)} "
+        f"({format_duration(low)} to {format_duration(high)}){usd}"
+    )
 
 
 def _state(run_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""Verbs about this machine and what runs on it: list, advise, doctor, monitor, status."""
+"""Verbs about this machine and what runs on it: list, doctor, monitor, status."""
 
 from __future__ import annotations
 
@@ -36,17 +36,6 @@ LISTS = (*PLUGINS, "models", "presets", "gpus", "prices", "metrics")
 def add_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "list", list_kind, "list strategies, models, presets, GPUs, prices, ...")
     verb.add_argument("kind", nargs="?", metavar="KIND", help=f"one of {', '.join(LISTS)}")
-    verb = add_verb(verbs, "advise", advise, "estimate by arithmetic which strategies fit a model on given GPUs")
-    verb.add_argument(
-        "--model", required=True, metavar="NAME", help="a name from `paceline list models`; options as NAME:KEY=VALUE"
-    )
-    verb.add_argument(
-        "--gpu", required=True, metavar="NAME", help="from `paceline list gpus`; the smallest GPU that matches is used"
-    )
-    verb.add_argument("--gpus", required=True, type=int, metavar="N", help="number of GPUs")
-    verb.add_argument(
-        "--sequence-length", type=int, metavar="TOKENS", help="default: the model's context length, at most 4096"
-    )
     verb = add_verb(verbs, "doctor", doctor, "check this machine and suggest fixes")
     add_out_option(verb, "results directory to check")
     verb = add_verb(verbs, "monitor", monitor, "show live GPU, CPU and memory usage")
@@ -109,19 +98,6 @@ def list_kind(arguments: argparse.Namespace) -> int:
     screen = console()
     for name, text in rows.items():
         print_hanging(screen, f"{name:<{width}}  {text}", width + 2)
-    return OK
-
-
-def advise(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.training import rules_of_thumb
-    from paceline.experiment.choices import Choice
-    from paceline.report.tables import verdicts
-    from paceline.report.terminal import Fitted
-
-    advice = rules_of_thumb.advise(
-        Choice.parse(arguments.model), arguments.gpu, arguments.gpus, sequence_length=arguments.sequence_length
-    )
-    console().print(Fitted(verdicts.advice(advice)))
     return OK
 
 

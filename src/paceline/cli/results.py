@@ -183,6 +183,7 @@ def conclude(
     from paceline import report as presentation
     from paceline.analysis.report import build
     from paceline.campaign.run.controller import read_launches
+    from paceline.prediction import stored
     from paceline.results import safe_text, store
 
     exporters = exporters_of(formats)
@@ -192,7 +193,10 @@ def conclude(
     launches, unreadable = read_launches(directory)
     records, earlier, _ = store.newest(launches)
     title = safe_text.text(directory.resolve().name)
-    report = build(records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline)
+    predictions = [row for one in (directory.parent, directory) for row in stored.read(one)]
+    report = build(
+        records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline, predictions=predictions
+    )
     # Print before writing: a full disk must not hide the answer.
     tables = presentation.section_group(report)
     if tables is not None:

@@ -110,9 +110,9 @@ WRONG = {
     "nested experiment": (["plan", "nested.yaml"], "not valid YAML"),
     "show of no run": (["show", "."], "a run directory"),
     "compare of nothing": (["compare", "a", "b"], "'a'"),
-    "advice about no GPU": (["advise", "--model", "llama-8b", "--gpu", "h1", "--gpus", "8"], "--gpu: got 'h1'"),
+    "advice about no GPU": (["predict", "--model", "llama-8b", "--gpu", "h1", "--gpus", "8"], "--gpu: got 'h1'"),
     "advice about no model": (
-        ["advise", "--model", "llama", "--gpu", "h100", "--gpus", "8"],
+        ["predict", "--model", "llama", "--gpu", "h100", "--gpus", "8"],
         "'llama'",
     ),
     "unknown list": (["list", "colours"], "expected workloads, strategies"),
@@ -424,10 +424,11 @@ def test_advice_shows_its_arithmetic(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert cli.main(["advise", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8"]) == 0
+    assert cli.main(["predict", "--model", "llama-8b", "--gpu", "a40", "--gpus", "8"]) == 0
     text = capsys.readouterr().out
     assert text == golden
     assert "llama-8b: 16 B x 8.03e9 = 119.7 GiB of state; zero:stage=3 on 8 GPUs: 15.0 GiB" in text
+    assert "does not predict speed" in text
 
 
 def test_a_wrong_exporter_is_refused_before_anything_is_measured(

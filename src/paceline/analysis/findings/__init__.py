@@ -64,6 +64,7 @@ from paceline.analysis.findings.training import (
     Measurement,
     MemoryAdvice,
     MemoryRow,
+    PredictedRun,
     Probe,
     Recommendation,
     RuleOfThumb,

@@ -37,6 +37,7 @@ from paceline.analysis.findings.training import (
     Measurement,
     MemoryAdvice,
     MemoryRow,
+    PredictedRun,
     Recommendation,
     RuleOfThumb,
     RunFinding,
@@ -95,6 +96,7 @@ class Report:
     bottlenecks: tuple[Bottleneck, ...] = ()
     effects: tuple[DesignOutcome, ...] = ()
     rules_of_thumb: tuple[RuleOfThumb, ...] = ()
+    predictions: tuple[PredictedRun, ...] = ()
     gauges: tuple[DeviceGauges, ...] = ()
     gauge_traces: tuple[GaugeTrace, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -88,6 +88,32 @@ class RuleOfThumb:
         return self.state_bytes + self.live_bytes + self.activation_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRun:
+    """The step time of one run as it was predicted, with the 90 % interval, beside what was measured.
+
+    made_at is when the prediction was stored; model_version that of the fit.
+    """
+
+    run: str
+    cell: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    made_at: float
+    model_version: str
+
+    @property
+    def error(self) -> float:
+        """Predicted relative to measured: +0.1 is a step predicted 10 % too slow."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def covered(self) -> bool:
+        return self.low_s <= self.measured_s <= self.high_s
+
+
 BETTER, WORSE, EQUAL, INCONCLUSIVE = "better", "worse", "equal", "inconclusive"
 HIGHER, LOWER = "higher", "lower"
 SHARED_GPU = "shared GPU: not a speed"

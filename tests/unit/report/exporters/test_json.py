@@ -31,6 +31,7 @@ KEYS = [
         "bottlenecks",
         "effects",
         "rules_of_thumb",
+        "predictions",
         "gauges",
         "gauge_traces",
         "distributions",

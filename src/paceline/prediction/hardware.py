@@ -1,0 +1,116 @@
+"""GPUs and networks as the predictor sees them: peaks, bandwidths, links, power."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RequestError, did_you_mean
+from paceline.host import machine
+
+_ADAPTERS = re.compile(r"(\d+)\s*x\s*(?:hdr|ndr|edr)?\s*(\d+)\s*(?:gb)?", re.IGNORECASE)
+_TOTAL = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gbps|gb/s|gbe|g)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One kind of GPU. Rates are the vendor's, dense; links in one direction of one GPU; the network of one node."""
+
+    name: str
+    gpu: str
+    generation: str
+    flops: float
+    fp8_flops: float
+    memory_bytes: float | None
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    gpus_per_node: int
+    node_bytes_per_s: float
+    power_w: float
+    matmul_ratio: float = 1.0
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "hardware.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _by_name() -> dict[str, Accelerator]:
+    found: dict[str, Accelerator] = {}
+    for row in _data()["accelerator"]:
+        table = machine.gpu_row(row["gpu"])
+        assert table is not None, row["gpu"]
+        derate = row.get("derate", 1.0)
+        flops = (table.get("bf16") or table["fp16"]) * derate
+        one = Accelerator(
+            name=row["aliases"][0],
+            gpu=row["gpu"],
+            generation=row["generation"],
+            flops=flops,
+            fp8_flops=(table["fp8"] * derate) if "fp8" in table else flops,
+            memory_bytes=table.get("memory_bytes"),
+            memory_bytes_per_s=row.get("memory_bytes_per_s") or table["memory_bytes_per_s"],
+            link_bytes_per_s=row["nvlink_bytes_per_s"],
+            gpus_per_node=row["gpus_per_node"],
+            node_bytes_per_s=row["node_bytes_per_s"],
+            power_w=row["power_w"],
+            matmul_ratio=row.get("matmul_ratio", 1.0),
+        )
+        for alias in row["aliases"]:
+            found[alias] = one
+        if derate == 1.0:
+            for name in table["names"]:
+                found.setdefault(name.casefold(), one)
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """The short name of every GPU that can be predicted."""
+    return tuple(dict.fromkeys(one.name for one in _by_name().values()))
+
+
+def accelerator(name: str) -> Accelerator:
+    """The GPU of this name: a short name (h100), a published one (H100-SXM) or the driver's.
+
+    >>> accelerator("h100").flops
+    989000000000000.0
+    """
+    words = name.strip().casefold().removeprefix("nvidia ")
+    found = _by_name().get(words) or _by_name().get(words.replace(" ", "-"))
+    if found is None:
+        raise RequestError(f"--gpu: got {name!r}, expected one of {', '.join(names())}.{did_you_mean(words, names())}")
+    return found
+
+
+def network(text: str) -> tuple[float | None, float | None]:
+    """(link, node) bytes per second that an interconnect's name states; None for what it does not say.
+
+    A name is one of `hardware.toml` ("nvlink4", "ib-ndr", "25gbe"), several joined by "+", or a description such as
+    "NVLink3 + 1600Gbps RoCE/node" or "8x400Gbps".
+
+    >>> network("nvlink4+ib-ndr")
+    (450000000000.0, 400000000000.0)
+    >>> network("NVLink3 + 4x100Gbps RoCE/node")
+    (300000000000.0, 50000000000.0)
+    """
+    links: Mapping[str, float] = _data()["links"]
+    networks: Mapping[str, float] = _data()["networks"]
+    link = node = None
+    for part in filter(None, (piece.strip().casefold() for piece in re.split(r"[+;(]", text))):
+        word = next((name for name in links if part.replace(" ", "").startswith(name)), None)
+        if word is not None:
+            link = links[word]
+            continue
+        if (adapters := _ADAPTERS.search(part)) is not None:
+            node = float(adapters[1]) * float(adapters[2]) / 8 * 1e9
+        elif part.strip(") ").replace(" ", "-") in networks:
+            node = networks[part.strip(") ").replace(" ", "-")]
+        elif (total := _TOTAL.search(part)) is not None:
+            node = float(total[1]) / 8 * 1e9
+    return link, node

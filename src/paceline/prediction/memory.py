@@ -1,0 +1,91 @@
+"""Memory of one GPU by component, by arithmetic: what a layout needs before anything runs.
+
+Weights, gradients and the state of Adam as `models.arithmetic` counts them; activations by what each layer keeps for
+its backward pass (Korthikanti et al. 2022, without the attention scores that fused attention never writes). The dry run
+of `paceline run memory` is more exact where it can run.
+"""
+
+from __future__ import annotations
+
+from paceline.models import arithmetic
+from paceline.models.adapters import ADAPTER_BYTES, NF4_BYTES
+from paceline.prediction.setup import Setup
+
+COMPONENTS = ("weights", "gradients", "optimizer", "gathered weights", "activations", "logits")
+# Left for the CUDA context, NCCL buffers and fragmentation.
+USABLE_RATIO = 0.9
+# A pipeline keeps the activations of as many micro batches as it has stages; FSDP gathers one layer ahead.
+_LIVE_BLOCKS = 2
+# Per token and vocabulary entry: logits and their gradient, each in 16 bits and in fp32.
+_LOGIT_BYTES = 12
+# Share of a layer's activations that selective checkpointing keeps.
+_SELECTIVE = 0.6
+
+
+def components(one: Setup) -> dict[str, float]:
+    """Bytes of each component on the GPU that needs most.
+
+    >>> from paceline.prediction.predict import setup_of
+    >>> sizes = components(setup_of("llama-8b", "h100", 8, shard="zero3"))
+    >>> round(sizes["optimizer"] / 2**30, 1)  # 12 bytes x 8.03e9 parameters / 8 GPUs
+    11.2
+    """
+    shape, split = one.shape, one.tp * one.pp
+    ranks = one.dp * one.cp
+    inside = min(ranks, max(one.per_node // one.tp, 1))
+    group = {"none": 1, "hybrid": inside}.get(one.shard, ranks)
+    own = one.parameters / split
+    trained = (one.trained if one.has_adapters and one.trained else one.parameters) / split
+    frozen = (one.parameters / split) if one.has_adapters else 0.0
+    shards_all, shards_gradients = one.shard in ("zero3", "hybrid"), one.shard in ("zero2", "zero3", "hybrid")
+    weight_group = group if shards_all else 1
+    if one.has_adapters:
+        weights = (frozen * (NF4_BYTES if one.quantised else 2) + trained * ADAPTER_BYTES) / weight_group
+        gradients, optimizer = 4 * trained / (group if shards_gradients else 1), 8 * trained / group
+    else:
+        weights, gradients = 2 * own / weight_group, 2 * own / (group if shards_gradients else 1)
+        optimizer = 12 * own / group
+    block = arithmetic.block_parameters(shape) / one.tp
+    root = arithmetic.root_parameters(shape) / one.tp
+    live = (2 if one.has_adapters else 4) * (_LIVE_BLOCKS * block + root) if shards_all and group > 1 else 0.0
+    if one.quantised:
+        live = max(live, 2 * block)
+    tokens = one.micro_batch * one.sequence_length / one.cp
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered weights": live,
+        "activations": activations(one),
+        "logits": _LOGIT_BYTES * tokens * shape.vocab / one.tp,
+    }
+
+
+def activations(one: Setup) -> float:
+    """Bytes kept between forward and backward on the first pipeline stage, where most micro batches are in flight."""
+    shape, tokens = one.shape, one.micro_batch * one.sequence_length / one.cp
+    split = one.tp if one.software.sequence_parallel else 1
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    wide = (3 if shape.gated else 2) * shape.ffn * (shape.experts_per_token or 1)
+    whole = 2 * tokens * (4 * shape.hidden / split + (joined + shape.heads * shape.head_dim + wide) / one.tp)
+    if not one.software.fused_attention and one.checkpointing != "attention":
+        whole += 5 * tokens * one.sequence_length * shape.heads / one.tp
+    layers, flight = shape.layers / one.pp, min(one.pp, one.micro_batches)
+    if one.checkpointing == "full":
+        return float(2 * tokens * shape.hidden / split * layers * flight + whole)
+    return float(whole * layers * flight * (_SELECTIVE if one.checkpointing == "selective" else 1))
+
+
+def total(one: Setup) -> float:
+    return sum(components(one).values())
+
+
+def usable_bytes(one: Setup) -> float | None:
+    """What the GPU has for a training program; None if its memory is not in the table."""
+    return None if one.gpu.memory_bytes is None else USABLE_RATIO * one.gpu.memory_bytes
+
+
+def fits(one: Setup) -> bool:
+    """Whether the arithmetic leaves room; True if the memory of the GPU is unknown."""
+    usable = usable_bytes(one)
+    return usable is None or total(one) <= usable

@@ -1,0 +1,158 @@
+"""What measurements say about a cluster: offsets and similar setups, and the interval that follows.
+
+Before anything is measured, the logarithm of a step time has a mean (the physics) and a covariance between setups:
+
+    G S G'    offsets of the cluster, which all its setups share (G: sensitivities, S: their prior)
+    H C H'    parameters of the fit, which are not known exactly
+    K         what the model gets wrong in the same way for similar setups (`similarity`)
+    N         noise of each measurement
+
+Anchors are measurements of some setups. Offsets are their most probable values given the anchors (Gauss-Newton);
+what remains of the anchors' residuals is shared with similar setups. With no anchors this is the zero-shot prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.prediction.fitting import by_offset, by_parameter, sensitivities
+from paceline.prediction.parameters import Fitted
+from paceline.prediction.setup import Setup
+from paceline.prediction.step_time import OFFSETS, Array, Columns, columns, step_time
+
+# Spread of the shared error of the model, and of one measurement, as logarithms.
+SHARED, MEASURED = 0.07, 0.03
+# Distance at which two setups have little in common: in doublings, or 1 for a different word.
+_LENGTHS = {
+    "gpus": 4.0,
+    "parameters": 2.0,
+    "tokens": 2.0,
+    "sequence": 2.0,
+    "tp": 1.5,
+    "pp": 1.5,
+    "cp": 1.0,
+    "dense": 2.0,
+}
+_WORDS = ("fp8", "fp8_rowwise", "full", "selective", "adapted", "zero3", "hybrid", "compiled", "async_tp")
+NORMAL_90 = 1.645
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A measured step time of a setup. sd: of its logarithm, from repeats where there are some."""
+
+    setup: Setup
+    step_s: float
+    name: str
+    sd: float = MEASURED
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A measurement of one offset itself: the bandwidth of the links, or the speed of products."""
+
+    offset: str
+    value: float
+    sd: float
+    source: str
+
+
+def subset(c: Columns, index: NDArray[np.signedinteger[Any]]) -> dict[str, Array]:
+    return {name: value[index] for name, value in c.items()}
+
+
+def similarity(a: Columns, b: Columns) -> Array:
+    """How much of the model's error two setups share, 0 to 1."""
+    distance = np.zeros((len(a["gpus"]), len(b["gpus"])))
+    for name, length in _LENGTHS.items():
+        left, right = (np.log2(np.maximum(_feature(c, name), 1e-9)) for c in (a, b))
+        distance += ((left[:, None] - right[None, :]) / length) ** 2
+    for name in _WORDS:
+        distance += (a[name][:, None] != b[name][None, :]) * 0.7
+    return np.asarray(np.exp(-distance / 2))
+
+
+def _feature(c: Columns, name: str) -> Array:
+    if name == "tokens":
+        return np.asarray(c["micro_batch"] * c["sequence"] / c["cp"])
+    if name == "dense":
+        return np.asarray(c["micro_batches"])
+    return c[name]
+
+
+def posterior(
+    fitted: Fitted, c: Columns, log_step: Array, sd: Array, observations: Sequence[Observation] = ()
+) -> tuple[dict[str, float], Array, Array]:
+    """(offsets, their covariance, residuals of the anchors): the most probable offsets given the anchors."""
+    precision = np.array([fitted.offset_sd[name] ** -2 for name in OFFSETS])
+    pulled = np.zeros(len(OFFSETS))
+    for seen in observations:
+        precision[OFFSETS.index(seen.offset)] += seen.sd**-2
+        pulled[OFFSETS.index(seen.offset)] += seen.value * seen.sd**-2
+    centre = pulled / precision
+    state, inverse_prior = centre.copy(), np.diag(precision)
+    covariance = np.diag(1 / precision)
+    if not len(log_step):
+        return dict(zip(OFFSETS, map(float, centre), strict=True)), covariance, log_step
+    noise = SHARED**2 * similarity(c, c) + np.diag(sd**2)
+    parameters = by_parameter(c, fitted.values, dict.fromkeys(OFFSETS, 0.0))
+    inverse = np.linalg.inv(noise + parameters @ fitted.covariance @ parameters.T)
+    for _ in range(6):
+        shift = dict(zip(OFFSETS, state, strict=True))
+        slopes = by_offset(c, fitted.values, shift)
+        residual = log_step - np.log(step_time(c, fitted.values, shift))
+        curvature = slopes.T @ inverse @ slopes + inverse_prior
+        step = np.linalg.solve(curvature, slopes.T @ inverse @ residual - inverse_prior @ (state - centre))
+        covariance = np.asarray(np.linalg.inv(curvature), dtype=np.float64)
+        state = state + np.clip(step, -0.7, 0.7)
+        if np.max(np.abs(step)) < 1e-3:
+            break
+    shift = dict(zip(OFFSETS, map(float, state), strict=True))
+    return shift, covariance, log_step - np.log(step_time(c, fitted.values, shift))
+
+
+def predict_columns(
+    fitted: Fitted,
+    c: Columns,
+    anchors: Columns | None,
+    log_step: Array,
+    sd: Array,
+    observations: Sequence[Observation] = (),
+) -> tuple[Array, Array]:
+    """(mean, sd) of the logarithm of the step time of each setup, given anchors."""
+    count = len(log_step)
+    factor = scale_for(fitted, count + len(observations))
+    shift, covariance, residual = posterior(fitted, anchors or c, log_step, sd, observations)
+    mean = np.log(step_time(c, fitted.values, shift))
+    parameters, slopes = sensitivities(c, fitted.values, shift)
+    variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
+    variance += np.einsum("ij,jk,ik->i", parameters, fitted.covariance, parameters)
+    shared = np.full(len(mean), SHARED**2)
+    if anchors is not None and count:
+        across = SHARED**2 * similarity(c, anchors)
+        inside = SHARED**2 * similarity(anchors, anchors) + np.diag(sd**2)
+        solved = np.linalg.solve(inside, across.T)
+        mean = mean + solved.T @ residual
+        shared = np.maximum(shared - np.einsum("ij,ji->i", across, solved), 0)
+    return mean, factor * np.sqrt(variance + shared + fitted.noise**2)
+
+
+def scale_for(fitted: Fitted, count: int) -> float:
+    """The conformal factor for this number of anchors: that of the nearest smaller number that was calibrated."""
+    known = [number for number in sorted(fitted.scale) if number <= count]
+    return fitted.scale[known[-1]] if known else 1.0
+
+
+def anchor_columns(anchors: Sequence[Anchor]) -> tuple[dict[str, Array] | None, Array, Array]:
+    if not anchors:
+        return None, np.zeros(0), np.zeros(0)
+    return (
+        columns([one.setup for one in anchors]),
+        np.log(np.array([one.step_s for one in anchors])),
+        np.array([one.sd for one in anchors]),
+    )

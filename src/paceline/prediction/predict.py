@@ -1,0 +1,329 @@
+"""Predictions with intervals: the entry point of the package.
+
+`setup_of` makes a setup from the words of the command line, `predict` gives the step time of many setups at once, and
+`next_measurement` says which small run would narrow the interval most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import RequestError, require
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
+from paceline.models.adapters import adapter_parameters
+from paceline.models.shape import Shape
+from paceline.prediction import hardware, memory, published
+from paceline.prediction.offsets import (
+    NORMAL_90,
+    Anchor,
+    Observation,
+    anchor_columns,
+    posterior,
+    predict_columns,
+    scale_for,
+)
+from paceline.prediction.parameters import Fitted, load
+from paceline.prediction.setup import SHARDS, Setup
+from paceline.prediction.step_time import PARTS, columns, parts, step_time
+
+METHODS = ("full", "lora", "qlora")
+DEFAULT_SEQUENCE = 4096
+# Micro batches and start-up of a run that is only made to measure: seconds.
+MEASURING_S = 90.0
+ADAPTER_RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One setup with its predicted step time. low and high: the 90 % interval. parts: seconds of the step by cause."""
+
+    setup: Setup
+    step_s: float
+    low_s: float
+    high_s: float
+    parts: Mapping[str, float]
+    anchors: int
+    model: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.setup.tokens_per_step / self.step_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_s / self.setup.gpus
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval as a ratio of the step time: 0.2 is plus or minus about 20 %."""
+        return math.sqrt(self.high_s / self.low_s) - 1
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation against the dense peak, causal attention; None for adapters."""
+        one = self.setup
+        if one.has_adapters:
+            return None
+        flops = arithmetic.flops_per_token(one.shape, one.sequence_length)
+        peak = one.gpu.fp8_flops if one.fp8 else one.gpu.flops
+        return flops * self.tokens_per_s_per_gpu / peak
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.low_s, self.high_s
+
+    def seconds_for(self, tokens: float) -> float:
+        return tokens / self.tokens_per_s
+
+    def usd_for(self, tokens: float, usd_per_gpu_hour: float) -> float:
+        return self.seconds_for(tokens) / 3600 * self.setup.gpus * usd_per_gpu_hour
+
+    @property
+    def joules_per_token(self) -> float:
+        """Energy of the GPUs: board power while computing, a fifth of it while waiting."""
+        waiting = sum(self.parts[name] for name in WAITING)
+        busy = (self.step_s - waiting) / self.step_s
+        return self.setup.gpu.power_w * (0.9 * busy + 0.4 * (1 - busy)) / self.tokens_per_s_per_gpu
+
+
+# Parts of a step in which the tensor cores wait.
+WAITING = ("tensor parallel", "launch", "pipeline bubble", "data parallel (exposed)", "other")
+
+
+def predict(
+    setups: Sequence[Setup],
+    anchors: Sequence[Anchor] = (),
+    observations: Sequence[Observation] = (),
+    fitted: Fitted | None = None,
+) -> list[Prediction]:
+    """The step time of each setup, given what was measured on the same cluster."""
+    if not setups:
+        return []
+    fit, c = fitted or load(), columns(setups)
+    anchored, log_step, sd = anchor_columns(anchors)
+    mean, spread = predict_columns(fit, c, anchored, log_step, sd, observations=observations)
+    shift, _, _ = posterior(fit, anchored or c, log_step, sd, observations)
+    found = parts(c, fit.values, shift)
+    whole = np.asarray(sum(found.values()))
+    version = str(fit.provenance.get("version", "unknown"))
+    return [
+        Prediction(
+            setup=one,
+            step_s=math.exp(mean[i]),
+            low_s=math.exp(mean[i] - NORMAL_90 * spread[i]),
+            high_s=math.exp(mean[i] + NORMAL_90 * spread[i]),
+            # The residuals of similar anchors scale all parts alike.
+            parts={name: float(found[name][i] / whole[i] * math.exp(mean[i])) for name in PARTS},
+            anchors=len(anchors) + len(observations),
+            model=version,
+        )
+        for i, one in enumerate(setups)
+    ]
+
+
+# --- what anchors are worth ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What one measurement does, or would do, to the interval: half-width without and with it."""
+
+    name: str
+    without: float
+    with_it: float
+    gpu_minutes: float | None = None
+
+    @property
+    def gain_per_gpu_minute(self) -> float | None:
+        return None if self.gpu_minutes is None else (self.without - self.with_it) / self.gpu_minutes
+
+
+def worth(target: Setup, anchors: Sequence[Anchor], observations: Sequence[Observation] = ()) -> list[Worth]:
+    """How much each measurement narrowed the interval of the target, given the others."""
+    with_all = predict([target], anchors, observations)[0].half_width
+    found = []
+    for i, one in enumerate(anchors):
+        rest = [*anchors[:i], *anchors[i + 1 :]]
+        without = predict([target], rest, observations)[0].half_width
+        found.append(Worth(name=one.name, without=without, with_it=with_all))
+    for i, seen in enumerate(observations):
+        others = [*observations[:i], *observations[i + 1 :]]
+        without = predict([target], anchors, others)[0].half_width
+        found.append(Worth(name=seen.source, without=without, with_it=with_all))
+    return found
+
+
+def next_measurement(
+    target: Setup, anchors: Sequence[Anchor] = (), observations: Sequence[Observation] = ()
+) -> list[Worth]:
+    """Smaller runs that would narrow the interval of the target, best per GPU minute first.
+
+    The interval after a measurement does not depend on its outcome, so each candidate is tried with the value that is
+    predicted for it.
+    """
+    fit = load()
+    scale = scale_for(fit, len(anchors) + len(observations))
+    now = predict([target], anchors, observations)[0]
+    candidates = list(smaller(target))
+    expected = predict(candidates, anchors, observations)
+    found = []
+    for one in expected:
+        fewer = f", {one.setup.shape.layers} layers" if one.setup.shape.layers < target.shape.layers else ""
+        trial = Anchor(
+            one.setup,
+            one.step_s,
+            f"{one.setup.gpus} GPU{'' if one.setup.gpus == 1 else 's'}, {one.setup.layout}{fewer}",
+        )
+        # The same factor before and after, so that only the measurement makes the difference.
+        scaled = dataclasses.replace(fit, scale={0: scale})
+        after = predict([target], [*anchors, trial], observations, scaled)[0]
+        minutes = one.setup.gpus * (MEASURING_S + 10 * one.step_s) / 60
+        found.append(Worth(name=trial.name, without=now.half_width, with_it=after.half_width, gpu_minutes=minutes))
+    return sorted(found, key=lambda w: -(w.gain_per_gpu_minute or 0))
+
+
+def smaller(target: Setup) -> list[Setup]:
+    """The same work per GPU on fewer GPUs, with fewer layers where a small cluster does not hold all of them."""
+    least = target.tp * target.pp * target.cp
+    node = target.per_node
+    found: dict[int, Setup] = {}
+    for gpus in (least, node, 2 * node, 4 * node, target.gpus // 4, target.gpus):
+        if least <= gpus <= target.gpus and gpus % least == 0:
+            shard = target.shard if gpus > least or target.cp > 1 else "none"
+            whole = target.replaced(gpus=gpus, micro_batches=min(target.micro_batches, 8.0), shard=shard)
+            shallow = [whole.replaced(shape=_with_layers(whole.shape, n)) for n in _fewer(whole.shape.layers, whole.pp)]
+            tried = [whole] if gpus == target.gpus else [one for one in (whole, *shallow) if memory.fits(one)]
+            if tried:
+                found[gpus] = tried[0]
+    return list(found.values())
+
+
+def _fewer(layers: int, pp: int) -> list[int]:
+    """Numbers of layers to try, from many to few."""
+    return [n for n in (layers // 2, layers // 4, layers // 8, layers // 16) if n >= 2 * pp and n % pp == 0]
+
+
+def _with_layers(shape: Shape, layers: int) -> Shape:
+    return dataclasses.replace(shape, layers=layers, published_parameters=None)
+
+
+# --- setups from words ---
+
+
+def parse_layout(text: str) -> dict[str, Any]:
+    """`dp=32,tp=8,zero3` as degrees; the words are those of `Setup.layout`.
+
+    >>> parse_layout("dp=32,tp=8,zero1")
+    {'dp': 32, 'tp': 8, 'shard': 'zero1'}
+    """
+    found: dict[str, Any] = {}
+    accepted = "dp=N,tp=N,pp=N,cp=N,vp=N and one of ddp, zero1, zero2, zero3 (fsdp), hybrid"
+    for piece in filter(None, (one.strip().casefold() for one in text.split(","))):
+        name, equals, value = piece.partition("=")
+        if equals and name in ("dp", "tp", "pp", "cp", "vp", "mb") and value.isdigit() and int(value) > 0:
+            found[name] = int(value)
+        elif not equals and name in (*SHARDS, "ddp", "fsdp", "fsdp2"):
+            found["shard"] = {"ddp": "none", "fsdp": "zero3", "fsdp2": "zero3"}.get(name, name)
+        else:
+            raise RequestError(f"--layout: got {piece!r}, expected {accepted}.")
+    return found
+
+
+def setup_of(
+    model: str,
+    gpu: str,
+    gpus: int,
+    *,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    precision: str = "bf16",
+    checkpointing: str | None = None,
+    method: str = "full",
+    software: str = "generic",
+    interconnect: str = "",
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    vp: int = 1,
+    dp: int | None = None,
+    shard: str | None = None,
+    mb: int | None = None,
+) -> Setup:
+    """A setup from what a user says; what is not said is the least that fits."""
+    shape = arithmetic.load(Choice.parse(model))
+    device = hardware.accelerator(gpu)
+    require(gpus >= 1, "--gpus", gpus, "a whole number from 1")
+    product = tp * pp * cp
+    require(gpus % product == 0, "--layout", f"tp={tp} x pp={pp} x cp={cp}", f"a product that divides {gpus} GPUs")
+    ranks = gpus // product
+    require(
+        dp is None or dp == ranks, "--layout", f"dp={dp}", f"dp={ranks}, which is {gpus} / (tp={tp} pp={pp} cp={cp})"
+    )
+    require(shape.layers % pp == 0, "--layout", f"pp={pp}", f"a divisor of the {shape.layers} layers")
+    require(shape.heads % tp == 0, "--layout", f"tp={tp}", f"a divisor of the {shape.heads} heads")
+    require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
+    require(method in METHODS, "--method", method, ", ".join(METHODS))
+    length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
+    program, default_shard = published.software(software)
+    link, node = hardware.network(interconnect)
+    require(not interconnect or (link or node) is not None, "--interconnect", interconnect, "a link or network by name")
+    batch = global_batch or max(256, ranks) if method == "full" else global_batch or 4 * ranks
+    require(batch % ranks == 0, "--global-batch", batch, f"a multiple of dp={ranks}")
+    per_rank = batch // ranks
+    base = Setup(
+        shape=shape,
+        gpu=device,
+        software=program,
+        gpus=gpus,
+        sequence_length=length,
+        micro_batch=1,
+        micro_batches=float(per_rank),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        stages=vp,
+        shard=shard or default_shard,
+        fp8=precision == "fp8",
+        checkpointing=checkpointing or "none",
+        trained=adapters_of(shape, method),
+        quantised=method == "qlora",
+        link_bytes_per_s=link,
+        node_bytes_per_s=node,
+    )
+    shards = (shard,) if shard else tuple(dict.fromkeys((default_shard, "none", "zero1", "zero3")))
+    if ranks == 1 and cp == 1:
+        shards = ("none",)
+    return _completed(base, shards, checkpointing, micro_batch or mb, per_rank)
+
+
+def adapters_of(shape: Shape, method: str) -> int | None:
+    """Trained parameters of LoRA and QLoRA: rank 16 on every projection; None where all are trained."""
+    targets = "q+k+v+o+gate+up+down" if shape.gated else "q+k+v+o+up+down"
+    return None if method == "full" else adapter_parameters(shape, ADAPTER_RANK, targets)
+
+
+def _completed(
+    base: Setup, shards: Sequence[str], checkpointing: str | None, micro: int | None, per_rank: int
+) -> Setup:
+    """The fastest predicted setup that fits, of what was left open; the one that needs least memory if none fits."""
+    sizes = [micro] if micro else [n for n in (1, 2, 4, 8, 16) if per_rank % n == 0]
+    require(per_rank % sizes[0] == 0, "--micro-batch", micro, f"a divisor of {per_rank} sequences per rank")
+    options = [
+        base.replaced(shard=shard, checkpointing=recompute, micro_batch=size, micro_batches=per_rank / size)
+        for recompute in ((checkpointing,) if checkpointing else ("none", "selective", "full"))
+        for shard in shards
+        for size in sizes
+    ]
+    fitting = [one for one in options if memory.fits(one)]
+    if not fitting:
+        return min(options, key=memory.total)
+    times = step_time(columns(fitting), load().values)
+    return fitting[int(np.argmin(times))]

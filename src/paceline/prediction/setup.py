@@ -1,0 +1,113 @@
+"""What is predicted: a model, a batch, a layout and the software, on a number of GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from paceline.models import arithmetic
+from paceline.models.shape import Shape
+from paceline.prediction.hardware import Accelerator
+
+SHARDS = ("none", "zero1", "zero2", "zero3", "hybrid")
+# selective: about half of the products are repeated. attention: only the attention scores are.
+CHECKPOINTING = ("none", "attention", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What the training program does that changes its speed.
+
+    fused_attention: the scores never reach memory (FlashAttention). engine: NVIDIA Transformer Engine. compiled:
+    elementwise operations are fused by a compiler. sequence_parallel: norms are split over tensor-parallel ranks.
+    fp8_gather: sharded weights travel in 8 bits. late_reduce: gradients are reduced after the backward pass, not during
+    it. reduce_bytes: per gradient on the wire.
+    """
+
+    name: str
+    family: str = "torch"
+    fused_attention: bool = True
+    engine: bool = False
+    compiled: bool = False
+    sequence_parallel: bool = False
+    late_reduce: bool = False
+    async_tp: bool = False
+    fp8_gather: bool = False
+    reduce_bytes: float = 2.0
+    bucket_bytes: float = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One training configuration. Data parallelism is what remains: gpus / (tp * pp * cp).
+
+    micro_batches: per step and data-parallel rank. stages: virtual pipeline stages of one rank. trained: parameters
+    that learn (adapters: few). document_length: where short documents are packed into a sequence, their length.
+    quantised: frozen weights are stored in 4 bits and expanded before each product.
+    """
+
+    shape: Shape
+    gpu: Accelerator
+    software: Software
+    gpus: int
+    sequence_length: int
+    micro_batch: int
+    micro_batches: float
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    stages: int = 1
+    shard: str = "none"
+    fp8: bool = False
+    fp8_rowwise: bool = False
+    checkpointing: str = "none"
+    trained: int | None = None
+    quantised: bool = False
+    document_length: int | None = None
+    gpus_per_node: int | None = None
+    link_bytes_per_s: float | None = None
+    node_bytes_per_s: float | None = None
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def global_batch(self) -> float:
+        return self.micro_batch * self.micro_batches * self.dp
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.global_batch * self.sequence_length
+
+    @property
+    def per_node(self) -> int:
+        return self.gpus_per_node or self.gpu.gpus_per_node
+
+    @property
+    def link(self) -> float:
+        return self.link_bytes_per_s or self.gpu.link_bytes_per_s
+
+    @property
+    def node_network(self) -> float:
+        return self.node_bytes_per_s or self.gpu.node_bytes_per_s
+
+    @property
+    def parameters(self) -> int:
+        return arithmetic.parameters(self.shape)
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.trained is not None and self.trained < self.parameters
+
+    @property
+    def layout(self) -> str:
+        """`dp=32,tp=8`, with what differs from plain data parallelism."""
+        degrees = [f"dp={self.dp}"]
+        degrees += [f"{name}={n}" for name in ("tp", "pp", "cp") if (n := getattr(self, name)) > 1]
+        degrees += [f"vp={self.stages}"] if self.stages > 1 else []
+        degrees += [self.shard] if self.shard != "none" else []
+        return ",".join(degrees)
+
+    def replaced(self, **changes: object) -> Setup:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

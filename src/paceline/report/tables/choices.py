@@ -1,0 +1,176 @@
+"""A choice of layout as a table, sentences and JSON: what is best, what may be equal, and which runs would decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.prediction import memory, stored
+from paceline.prediction.choosing import Decision, Halved, Option, measuring_minutes, objective
+from paceline.prediction.experiment_file import runnable
+from paceline.report.tables.predictions import INTERVAL_NOTE, amount, between, number, recomputing
+from paceline.report.tables.table import Cell, Column, Table, numeric
+from paceline.wording import MISSING, format_duration
+
+_GIB = 2.0**30
+MOST_ROWS = 10
+
+
+def tables(decision: Decision) -> tuple[Table, ...]:
+    options = decision.options[:MOST_ROWS]
+    if not options:
+        return ()
+    rows = tuple(_row(decision, one) for one in options)
+    columns = [
+        Column("GPUs"),
+        Column("layout"),
+        numeric("micro batch", 3),
+        Column("checkpointing", priority=3),
+        numeric("tokens/s per GPU"),
+        numeric("memory, GiB", 2),
+        *_amount_columns(decision),
+        numeric("more than the best, %", 1),
+        Column("verdict"),
+    ]
+    heading = (
+        f"{decision.fitting} of {decision.enumerated} variants fit; the best of each layout, by {decision.by}"
+        f"{'' if len(decision.options) <= MOST_ROWS else f' (first {MOST_ROWS} of {len(decision.options)})'}"
+    )
+    return (Table(heading, tuple(columns), rows, (INTERVAL_NOTE,)),)
+
+
+def _amount_columns(decision: Decision) -> list[Column]:
+    if decision.limits.tokens is None:
+        return [numeric("USD per M tokens")] if _priced(decision) else []
+    return [numeric("days"), *([numeric("USD")] if _priced(decision) else [])]
+
+
+def _priced(decision: Decision) -> bool:
+    return all(one.usd_per_gpu_hour is not None for one in decision.options)
+
+
+def _row(decision: Decision, option: Option) -> tuple[Cell, ...]:
+    one, limits = option.prediction, decision.limits
+    s = one.setup
+    method = " QLoRA" if s.quantised else " LoRA" if s.has_adapters else ""
+    rate = s.tokens_per_step / s.gpus
+    cells = [
+        Cell(f"{s.gpus} x {s.gpu.name}{method}"),
+        Cell(s.layout),
+        Cell(f"{s.micro_batch} x {s.micro_batches:g}"),
+        Cell(s.checkpointing),
+        between(rate / one.step_s, rate / one.high_s, rate / one.low_s),
+        Cell(f"{memory.total(s) / _GIB:.0f}"),
+    ]
+    seconds, usd = option.seconds(limits), option.usd(limits)
+    if seconds is not None:
+        cells.append(_ranged(seconds / 86400, option))
+        cells += [_ranged(usd, option)] if usd is not None and _priced(decision) else []
+    elif _priced(decision):
+        cells.append(_ranged(one.usd_for(1e6, option.usd_per_gpu_hour or 0.0), option))
+    assert decision.best is not None
+    more = objective(option, decision.by) / objective(decision.best, decision.by) - 1
+    cells += [Cell(f"{100 * more:.0f}"), _verdict(decision, option)]
+    return tuple(cells)
+
+
+def _ranged(value: float, option: Option) -> Cell:
+    one = option.prediction
+    return between(value, value * one.low_s / one.step_s, value * one.high_s / one.step_s)
+
+
+def _verdict(decision: Decision, option: Option) -> Cell:
+    risky = " (may miss the limit)" if option.may_miss(decision.limits) else ""
+    if option is decision.best:
+        return Cell(f"best{risky}", "", "good")
+    return Cell(f"{'may be equal' if option in decision.close else 'worse'}{risky}")
+
+
+def lines(decision: Decision, halved: Halved | None, files: Sequence[Path]) -> Iterable[str]:
+    """The recommendation, with the predictions and runs that it rests on."""
+    if decision.best is None:
+        why = sorted({reason for _, reason in decision.refused})
+        yield f"No option meets the limits: all {len(decision.refused)} are {' or '.join(why)}."
+        nearest = min(decision.refused, key=lambda pair: objective(pair[0], decision.by))[0]
+        yield f"The nearest is {name(nearest)}: {result(decision, nearest)}."
+        return
+    if halved is not None and halved.best is not None:
+        yield from _measured_lines(halved)
+    else:
+        yield f"Recommendation (predicted, nothing measured): {name(decision.best)}: {result(decision, decision.best)}."
+    if decision.refused:
+        yield f"{len(decision.refused)} options that fit do not meet the limits."
+    if halved is None:
+        yield from _proposal_lines(decision)
+    if files:
+        yield f"Experiment files: {', '.join(map(str, files))}."
+    reason = runnable(decision.best.prediction.setup)
+    if reason is not None:
+        yield f"{reason}: no experiment file for {decision.best.prediction.setup.layout}."
+
+
+def _proposal_lines(decision: Decision) -> Iterable[str]:
+    if not decision.to_measure:
+        yield "Nothing to measure: no other option is within what prediction can tell apart."
+        return
+    minutes = sum(measuring_minutes(one) for one in decision.to_measure)
+    names = "; ".join(name(one) for one in decision.to_measure)
+    yield (
+        f"{len(decision.close)} more may be equal. Worth measuring ({number(minutes)} GPU minutes at most): {names}. "
+        "`--measure` runs those that Paceline can run."
+    )
+
+
+def _measured_lines(halved: Halved) -> Iterable[str]:
+    for index, one in enumerate(halved.rounds, 1):
+        texts = ", ".join(f"{setup.layout} {step_s:.4g} s" for setup, step_s in one.measured)
+        yield f"Round {index}, {one.steps} steps each: {texts}; kept {len(one.kept)} of {len(one.measured)}."
+    assert halved.best is not None
+    equal = f", equal within 1 % to {', '.join(one.layout for one in halved.equal)}" if halved.equal else ""
+    yield f"Recommendation (measured): {halved.best.layout}{equal}."
+    if halved.failed:
+        yield f"Did not run: {', '.join(one.layout for one in halved.failed)}."
+
+
+def name(option: Option) -> str:
+    s = option.prediction.setup
+    method = "QLoRA, " if s.quantised else "LoRA, " if s.has_adapters else ""
+    return f"{s.gpus} x {s.gpu.name}, {method}{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
+
+
+def result(decision: Decision, option: Option) -> str:
+    """What to expect of an option, in words."""
+    one, limits = option.prediction, decision.limits
+    s = one.setup
+    texts = [f"{number(one.tokens_per_s)} tokens/s ({number(s.tokens_per_step / one.high_s)} to "
+             f"{number(s.tokens_per_step / one.low_s)})"]  # fmt: skip
+    seconds, usd = option.seconds(limits), option.usd(limits)
+    if seconds is not None and limits.tokens is not None:
+        texts.append(f"{amount(limits.tokens)} tokens in {format_duration(seconds)}")
+    if usd is not None:
+        texts.append(f"{number(usd)} USD at {option.usd_per_gpu_hour:g} USD per GPU-hour")
+    return ", ".join(texts)
+
+
+def to_dict(decision: Decision, halved: Halved | None, files: Sequence[Path]) -> dict[str, Any]:
+    def row(option: Option) -> dict[str, Any]:
+        return {
+            **stored.to_dict(option.prediction, decision.limits.tokens, option.usd_per_gpu_hour),
+            "verdict": _verdict(decision, option).text if decision.best else MISSING,
+        }
+
+    return {
+        "by": decision.by,
+        "enumerated": decision.enumerated,
+        "fitting": decision.fitting,
+        "options": [row(one) for one in decision.options],
+        "refused": [{**row(one), "verdict": why} for one, why in decision.refused[:MOST_ROWS]],
+        "to_measure": [stored.key(one.prediction.setup) for one in decision.to_measure],
+        "rounds": [] if halved is None else [
+            {"steps": one.steps, "measured_s": {s.layout: t for s, t in one.measured}} for one in halved.rounds
+        ],
+        "measured_best": None if halved is None or halved.best is None else halved.best.layout,
+        "files": [str(path) for path in files],
+        "recommendation": list(lines(decision, halved, files)),
+    }  # fmt: skip

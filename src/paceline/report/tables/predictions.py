@@ -1,0 +1,196 @@
+"""Predictions as tables: what to expect, what the time consists of, what fits, and which run would tell more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.analysis.findings import PredictedRun, Report
+from paceline.prediction import memory
+from paceline.prediction.predict import Prediction, Worth
+from paceline.prediction.scoring import Pair
+from paceline.prediction.setup import Setup
+from paceline.prediction.step_time import PARTS
+from paceline.report.tables.table import Cell, Column, Table, numeric
+from paceline.wording import MISSING
+
+_GIB = 2.0**30
+INTERVAL_NOTE = (
+    "Intervals cover 90 % on average over sources of published runs; for one framework or cluster they may cover less "
+    "(docs/prediction.md)."
+)
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if value == 0:
+        return "0"
+    if value >= 1000:
+        digits = len(str(int(value)))
+        return f"{round(value, 3 - digits):,.0f}"
+    return f"{value:.3g}"
+
+
+def amount(count: float) -> str:
+    """`2B`, `1.4T`: a number of tokens as people say it."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{suffix}"
+    return number(count)
+
+
+def recomputing(one: Setup) -> str:
+    return "no checkpointing" if one.checkpointing == "none" else f"{one.checkpointing} checkpointing"
+
+
+def between(value: float, low: float, high: float) -> Cell:
+    return Cell(number(value), f"{number(low)} to {number(high)}")
+
+
+def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
+    """One prediction, quantity by quantity."""
+    s, low, high = one.setup, one.low_s, one.high_s
+
+    def rate(scale: float) -> tuple[float, float, float]:
+        return scale / one.step_s, scale / high, scale / low
+
+    quantities: list[tuple[str, tuple[float, float, float], str]] = [
+        ("step time", (one.step_s, low, high), "s"),
+        ("throughput", rate(s.tokens_per_step), "tokens/s"),
+        ("throughput per GPU", rate(s.tokens_per_step / s.gpus), "tokens/s"),
+    ]
+    if one.mfu is not None:
+        quantities.append(("MFU", rate(100 * one.mfu * one.step_s), "%"))
+    joules = one.joules_per_token
+    quantities.append(
+        ("energy of the GPUs", (joules, joules * low / one.step_s, joules * high / one.step_s), "J/token")
+    )
+    if tokens is not None:
+        seconds = one.seconds_for(tokens)
+        days = [seconds * t / one.step_s / 86400 for t in (one.step_s, low, high)]
+        quantities.append((f"time for {amount(tokens)} tokens", (days[0], days[1], days[2]), "days"))
+        if usd is not None:
+            price = [24 * day * s.gpus * usd for day in days]
+            quantities.append((f"cost for {amount(tokens)} tokens", (price[0], price[1], price[2]), "USD"))
+    rows = tuple(
+        (Cell(name), Cell(number(v)), Cell(f"{number(a)} to {number(b)}"), Cell(unit))
+        for name, (v, a, b), unit in quantities
+    )
+    columns = (Column("quantity"), numeric("predicted"), numeric("90 % interval"), Column("unit"))
+    return Table(title(one), columns, rows, (INTERVAL_NOTE,))
+
+
+def title(one: Prediction) -> str:
+    s = one.setup
+    words = [s.layout, f"{s.micro_batch} x {s.micro_batches:g} sequences per rank", recomputing(s)]
+    method = "QLoRA of " if s.quantised else "LoRA of " if s.has_adapters else ""
+    return f"{method}{s.shape.name} on {s.gpus} x {s.gpu.gpu}: {', '.join(words)}, sequence {s.sequence_length}"
+
+
+def time_parts(one: Prediction) -> Table:
+    rows = tuple(
+        (Cell(name), Cell(number(1000 * one.parts[name])), Cell(f"{100 * one.parts[name] / one.step_s:.1f}"))
+        for name in PARTS
+        if one.parts[name] > 0
+    )
+    return Table("What the step consists of", (Column("part"), numeric("time, ms"), numeric("share, %")), rows)
+
+
+def memory_parts(one: Prediction) -> Table:
+    needed, usable = memory.components(one.setup), memory.usable_bytes(one.setup)
+    whole = sum(needed.values())
+    rows = [(Cell(name), Cell(f"{size / _GIB:.1f}")) for name, size in needed.items() if size]
+    rows.append((Cell("sum"), Cell(f"{whole / _GIB:.1f}")))
+    if usable is not None:
+        verdict = Cell("fits", "", "good") if whole <= usable else Cell("does not fit", "", "bad")
+        rows.append((Cell(f"usable: {verdict.text}", "", verdict.tone), Cell(f"{usable / _GIB:.1f}")))
+    note = "By arithmetic; `paceline run memory` rehearses a layout with the real program."
+    return Table("Memory of one GPU", (Column("component"), numeric("size, GiB")), tuple(rows), (note,))
+
+
+def layouts(heading: str, found: Sequence[tuple[str, Prediction]], usd: float | None, tokens: float | None) -> Table:
+    """Layouts in order, each with a word on how it compares with the best."""
+    rows = []
+    best = min(one.step_s * one.setup.gpus / one.setup.tokens_per_step for _, one in found)
+    for word, one in found:
+        s = one.setup
+        cost = one.step_s * s.gpus / s.tokens_per_step
+        cells = [
+            Cell(s.layout),
+            Cell(f"{s.micro_batch} x {s.micro_batches:g}"),
+            Cell(s.checkpointing),
+            between(
+                s.tokens_per_step / one.step_s / s.gpus,
+                *(s.tokens_per_step / t / s.gpus for t in (one.high_s, one.low_s)),
+            ),
+            Cell(MISSING if one.mfu is None else f"{100 * one.mfu:.0f}"),
+            Cell(f"{memory.total(s) / _GIB:.0f}"),
+            Cell(f"{100 * (cost / best - 1):.0f}"),
+            Cell(word, "", "good" if word == "best" else ""),
+        ]
+        if tokens is not None:
+            days = one.seconds_for(tokens) / 86400
+            cells.insert(6, Cell(number(days)))
+            if usd is not None:
+                cells.insert(7, Cell(number(24 * days * s.gpus * usd)))
+        rows.append(tuple(cells))
+    columns = [
+        Column("layout"),
+        numeric("micro batch", 3),
+        Column("checkpointing", priority=2),
+        numeric("tokens/s per GPU"),
+        numeric("MFU, %", 2),
+        numeric("memory, GiB", 1),
+        numeric("slower, %"),
+        Column("verdict"),
+    ]
+    if tokens is not None:
+        columns.insert(6, numeric("days"))
+        if usd is not None:
+            columns.insert(7, numeric("USD"))
+    return Table(heading, tuple(columns), tuple(rows), (INTERVAL_NOTE,))
+
+
+def of_report(report: Report) -> tuple[Table, ...]:
+    return (beside(report.predictions),) if report.predictions else ()
+
+
+def beside(pairs: Sequence[Pair | PredictedRun]) -> Table:
+    """Predicted beside measured, run by run."""
+    rows = tuple(
+        (
+            Cell(one.name if isinstance(one, Pair) else one.run),
+            between(1000 * one.predicted_s, 1000 * one.low_s, 1000 * one.high_s),
+            Cell(number(1000 * one.measured_s)),
+            Cell(f"{100 * one.error:+.1f}"),
+            Cell("yes" if one.covered else "no", "", "" if one.covered else "bad"),
+        )
+        for one in pairs
+    )
+    columns = (
+        Column("run"),
+        numeric("predicted step, ms"),
+        numeric("measured, ms"),
+        numeric("error, %"),
+        Column("inside the interval"),
+    )
+    return Table("Predicted beside measured", columns, rows)
+
+
+def narrowing(found: Sequence[Worth]) -> Table:
+    rows = tuple((Cell(one.name), Cell(f"{100 * one.without:.1f}"), Cell(f"{100 * one.with_it:.1f}")) for one in found)
+    columns = (Column("anchor", prose=True), numeric("half-width without it, %"), numeric("with it, %"))
+    return Table("What each anchor is worth", columns, rows)
+
+
+def suggestions(found: Sequence[Worth]) -> Table:
+    rows = tuple(
+        (
+            Cell(one.name),
+            Cell(f"{100 * one.without:.1f}"),
+            Cell(f"{100 * one.with_it:.1f}"),
+            Cell(MISSING if one.gpu_minutes is None else number(one.gpu_minutes)),
+        )
+        for one in found
+    )
+    columns = (Column("measure", prose=True), numeric("half-width now, %"), numeric("after, %"), numeric("GPU minutes"))
+    return Table("What to measure next, best per GPU minute first", columns, rows)

@@ -1,0 +1,105 @@
+"""Choosing among layouts: memory, limits, closeness, and successive halving with known step times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import yaml
+
+from paceline.experiment import fields
+from paceline.prediction import experiment_file, layouts, memory
+from paceline.prediction.choosing import Limits, Option, decide, halve
+from paceline.prediction.predict import predict, setup_of
+from paceline.prediction.setup import Setup
+
+
+@pytest.fixture(scope="module")
+def ranked() -> layouts.Ranked:
+    base = setup_of("llama-8b", "h200", 8)
+    found = layouts.rank(list(layouts.enumerate_layouts(base, 256)))
+    assert found is not None
+    return found
+
+
+def test_only_layouts_that_fit_are_ranked(ranked: layouts.Ranked) -> None:
+    assert ranked.fitting < ranked.enumerated
+    assert all(memory.fits(one.setup) for one in ranked.all)
+    assert all(one.setup.global_batch == 256 for one in ranked.all)
+    costs = [layouts.cost_of(one) for one in ranked.all]
+    assert costs[0] == min(costs)
+
+
+def test_degrees_divide_the_model() -> None:
+    base = setup_of("gpt2-124m", "h100", 8)  # 12 heads, 12 layers
+    found = list(layouts.enumerate_layouts(base, 256))
+    assert {one.tp for one in found} == {1, 2, 4}
+    assert {one.pp for one in found} == {1, 2, 4}
+
+
+def test_nothing_fits_on_too_few_gpus() -> None:
+    base = setup_of("llama-70b", "h100", 8)
+    assert layouts.rank(list(layouts.enumerate_layouts(base, 256))) is None
+
+
+def options(price: float = 2.0) -> list[Option]:
+    setups = [setup_of("llama-8b", "h100", n, global_batch=256) for n in (8, 16, 64)]
+    return [Option(prediction=one, usd_per_gpu_hour=price) for one in predict(setups)]
+
+
+def test_limits_refuse_what_is_late_or_expensive() -> None:
+    few, more, most = options()
+    tokens = 1e10
+    limits = Limits(tokens=tokens, deadline_s=few.prediction.seconds_for(tokens) * 0.9)
+    decision = decide([few, more, most], limits, "cost", 3, 3)
+    assert [why for _, why in decision.refused] == ["too late"]
+    assert decision.best is more or decision.best is most
+    cheap = Limits(tokens=tokens, budget_usd=few.prediction.usd_for(tokens, 2.0) * 0.5)
+    assert decide([few, more, most], cheap, "cost", 3, 3).best is None
+
+
+def test_by_time_more_gpus_win_and_by_cost_fewer() -> None:
+    few, more, most = options()
+    assert decide([few, more, most], Limits(), "time", 3, 3).best is most
+    assert decide([few, more, most], Limits(), "cost", 3, 3).best is few
+
+
+def test_halving_finds_the_fastest_and_stops() -> None:
+    setups = [setup_of("llama-8b", "h200", 8, shard=s, micro_batch=1) for s in ("zero1", "zero2", "zero3", "none")]
+    true = dict(zip((one.layout for one in setups), (1.0, 1.02, 1.2, 1.5), strict=True))
+    asked: list[tuple[int, int]] = []
+
+    def measure(left: Sequence[Setup], steps: int) -> list[tuple[Setup, float, float]]:
+        asked.append((len(left), steps))
+        # The longer the run, the smaller its uncertainty.
+        return [(one, true[one.layout], 0.1 / steps) for one in left]
+
+    found = halve(setups, measure)
+    assert found.best is setups[0]
+    assert found.equal == ()
+    assert asked == [(4, 10), (2, 20)]
+    assert [len(one.kept) for one in found.rounds] == [2, 1]
+
+
+def test_halving_says_equal_and_drops_what_fails() -> None:
+    setups = [setup_of("llama-8b", "h200", 8, shard=s, micro_batch=1) for s in ("zero1", "zero2", "zero3")]
+
+    def measure(left: Sequence[Setup], steps: int) -> list[tuple[Setup, float, float]]:
+        return [(one, 1.0 + 0.004 * i, 0.001) for i, one in enumerate(left) if one.shard != "zero3"]
+
+    found = halve(setups, measure)
+    assert found.best is setups[0]
+    assert found.equal == (setups[1],)
+    assert found.failed == (setups[2],)
+    assert halve(setups, lambda left, steps: []).best is None
+
+
+def test_an_experiment_file_is_valid() -> None:
+    one = setup_of("llama-8b", "h200", 8, shard="zero3", micro_batch=2, global_batch=64)
+    document = experiment_file.document("llama-8b", [one], "chosen", 20)
+    assert yaml.safe_load(yaml.safe_dump(document)) == document
+    found = fields.Experiment(**document)
+    assert found.matrix[0]["strategy"] == ["fsdp2"]
+    assert document["matrix"][0]["accumulation"] == [4]
+    assert experiment_file.runnable(one) is None
+    assert "tp=2" in (experiment_file.runnable(one.replaced(tp=2)) or "")

@@ -1,0 +1,78 @@
+"""Anchors on a cluster whose offsets are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.prediction import parameters
+from paceline.prediction.offsets import Anchor, Observation
+from paceline.prediction.predict import next_measurement, predict, setup_of, worth
+from paceline.prediction.setup import Setup
+from paceline.prediction.step_time import columns, step_time
+
+
+def true_time(one: Setup, **offsets: float) -> float:
+    return float(step_time(columns([one]), parameters.load().values, offsets)[0])
+
+
+@pytest.fixture
+def small() -> Setup:
+    return setup_of("llama-8b", "h100", 8, shard="zero3", micro_batch=2, global_batch=64)
+
+
+@pytest.fixture
+def large() -> Setup:
+    return setup_of("llama-8b", "h100", 256, shard="zero3", micro_batch=2, global_batch=2048)
+
+
+def test_without_anchors_the_physics_is_the_median(small: Setup) -> None:
+    one = predict([small])[0]
+    assert one.step_s == pytest.approx(true_time(small))
+    assert one.low_s < one.step_s < one.high_s
+    assert 0.15 < one.half_width < 0.5
+
+
+def test_an_anchor_of_a_slow_cluster_moves_larger_scales(small: Setup, large: Setup) -> None:
+    """A cluster whose kernels are 20 % slower: measured at 8 GPUs, most of it is expected at 256."""
+    slow = math.log(1.2)
+    anchor = Anchor(small, true_time(small, level=slow), "8 GPUs")
+    before, after = predict([large])[0], predict([large], [anchor])[0]
+    truth = true_time(large, level=slow)
+    assert abs(math.log(after.step_s / truth)) < 0.5 * abs(math.log(before.step_s / truth))
+    assert after.half_width < before.half_width
+
+
+def test_an_anchor_of_the_same_setup_is_believed(small: Setup) -> None:
+    measured = 1.25 * true_time(small)
+    one = predict([small], [Anchor(small, measured, "same")])[0]
+    assert one.step_s == pytest.approx(measured, rel=0.05)
+
+
+def test_parts_keep_the_sum_of_the_step(small: Setup) -> None:
+    one = predict([small], [Anchor(small, 2 * true_time(small), "same")])[0]
+    assert sum(one.parts.values()) == pytest.approx(one.step_s)
+
+
+def test_a_measured_network_changes_traffic_only(large: Setup) -> None:
+    slow = Observation("network", math.log(4), 0.05, "fabric")
+    before, after = predict([large])[0], predict([large], [], [slow])[0]
+    assert after.parts["data parallel (exposed)"] > 2 * before.parts["data parallel (exposed)"]
+    assert after.parts["products"] == pytest.approx(before.parts["products"], rel=1e-6)
+
+
+def test_every_anchor_is_told_its_worth(small: Setup, large: Setup) -> None:
+    found = worth(large, [Anchor(small, true_time(small), "small"), Anchor(large, true_time(large), "large")])
+    assert [one.name for one in found] == ["small", "large"]
+    assert all(one.with_it <= one.without for one in found)
+    assert found[1].without - found[1].with_it > found[0].without - found[0].with_it
+
+
+def test_the_next_measurement_is_a_smaller_run(large: Setup) -> None:
+    found = next_measurement(large)
+    assert found[0].name.startswith("1 GPU, dp=1, ")  # fewer layers, so that one GPU holds them
+    assert "256 GPUs, dp=256,zero3" in [one.name for one in found]
+    gains = [one.gain_per_gpu_minute or 0 for one in found]
+    assert gains == sorted(gains, reverse=True)
+    assert all(one.with_it < one.without for one in found)

@@ -1,0 +1,114 @@
+"""Published rows as setups, and the calibration on rows that were made from known parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.prediction import calibration, parameters, published, scoring
+from paceline.prediction.published import Row
+from paceline.prediction.step_time import columns, step_time
+
+TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "training_throughput.csv"
+ROW = {
+    "model": "GPT-22B", "hidden": "6144", "layers": "48", "heads": "64", "vocab": "51200", "seq_len": "2048",
+    "gpu": "A100-80GB", "n_gpus": "8", "tp": "8", "micro_batch": "4", "global_batch": "4", "precision": "fp16",
+    "activation_checkpointing": "full", "step_time_s": "1.42", "source_key": "korthikanti-2022", "row_id": "k1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return published.read(TABLE)
+
+
+def test_a_row_becomes_a_setup() -> None:
+    one = published.row(ROW)
+    assert one is not None
+    s = one.setup
+    assert (s.tp, s.dp, s.micro_batch, s.micro_batches, s.checkpointing) == (8, 1, 4, 1, "full")
+    assert not s.software.fused_attention
+    assert one.step_s == 1.42
+
+
+def test_throughput_per_gpu_gives_the_step_time() -> None:
+    one = published.row({**ROW, "step_time_s": "", "tokens_per_s_per_gpu": "721.127"})
+    assert one is not None
+    assert one.step_s == pytest.approx(4 * 2048 / 8 / 721.127)
+
+
+@pytest.mark.parametrize("missing", ["hidden", "step_time_s", "gpu"])
+def test_a_row_that_lacks_something_is_left_out(missing: str) -> None:
+    assert published.row({**ROW, missing: ""}) is None
+
+
+def test_recomputation_that_is_not_stated_follows_from_memory() -> None:
+    """175B on 128 GPUs with two sequences per micro batch does not fit without recomputation; 5B does."""
+    where = {"gpu": "H100-SXM", "n_gpus": "128", "tp": "1", "fsdp": "128", "micro_batch": "2", "global_batch": "256"}
+    big = {**ROW, **where, "hidden": "12288", "layers": "96", "heads": "96", "activation_checkpointing": "not stated"}
+    found = published.row(big)
+    assert found is not None
+    assert found.setup.checkpointing == "full"
+    small = published.row({**big, "hidden": "4096", "layers": "24", "heads": "32"})
+    assert small is not None
+    assert small.setup.checkpointing == "none"
+
+
+def test_the_published_table_is_read(rows: list[Row]) -> None:
+    counts = {name: sum(one.source == name for one in rows) for name in {one.source for one in rows}}
+    assert counts["llm-foundry"] == 216
+    assert counts["vtrain-single"] == 1440
+    assert "seed-ddp-bench" not in counts  # its model has no published shape
+    assert all(one.step_s > 0 for one in rows)
+
+
+def test_the_shipped_fit_explains_the_published_rows(rows: list[Row]) -> None:
+    """Not a measure of accuracy, which docs/prediction.md has: that the fit, the table and the code belong together."""
+    fit = parameters.load()
+    sample = [one for one in rows if one.source != "vtrain-single"][::5]
+    predicted = step_time(columns([one.setup for one in sample]), fit.values)
+    error = np.abs(predicted / np.array([one.step_s for one in sample]) - 1)
+    assert float(np.median(error)) < 0.1
+    assert fit.provenance["rows"] == len(calibration.usable(rows))
+
+
+def test_a_fit_recovers_the_parameters_that_made_the_rows(rows: list[Row]) -> None:
+    """Rows made by the model with two changed parameters give these back."""
+    sample = [one for one in rows if one.source in ("llm-foundry", "korthikanti-2022")][::4]
+    truth = {**parameters.starting_values()}
+    truth["efficiency"] += 0.08
+    truth["flash"] -= 0.2
+    made = step_time(columns([one.setup for one in sample]), truth)
+    fitted, estimate = calibration.fit([replace(one, step_s=float(t)) for one, t in zip(sample, made, strict=True)],
+                                       parameters.OFFSET_PRIORS)  # fmt: skip
+    assert np.median(np.abs(estimate.residuals)) < 0.01
+    assert fitted.values["flash"] == pytest.approx(truth["flash"], abs=0.1)
+
+
+def test_coverage_and_errors_are_counted() -> None:
+    fit = replace(parameters.load(), scale={0: 1.0})
+    one = published.row(ROW)
+    assert one is not None
+    exact = float(step_time(columns([one.setup]), fit.values)[0])
+    rows = [replace(one, step_s=exact * factor) for factor in (1.0, 1.0, 1.1, 10.0)]
+    found = calibration.score("x", fit, rows, 0)
+    assert found is not None
+    assert found.errors == pytest.approx([0, 0, 1 - 1 / 1.1, 0.9])
+    assert found.coverage == 0.75
+    assert calibration.conformal([found]) > 1
+
+
+def test_a_table_is_scored(tmp_path: Path, rows: list[Row]) -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    kept = [lines[0], *(line for line in lines if line.startswith("korthikanti"))]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    found = scoring.score_table(path)
+    assert len(found.pairs) == 8
+    right, total, regret = found.ordering()
+    assert (right, total) == (4, 4)  # sequence parallelism with selective recomputation is faster in every pair
+    assert regret == 0
+    assert scoring.to_dict(found)["predictions"] == 8

@@ -1,0 +1,120 @@
+"""The physics of a step on numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.prediction import hardware, memory, parameters
+from paceline.prediction.predict import parse_layout, setup_of
+from paceline.prediction.setup import Setup
+from paceline.prediction.step_time import PARTS, columns, parts, step_time
+
+VALUES = parameters.load().values
+
+
+def seconds(one: Setup, **changes: float) -> dict[str, float]:
+    found = parts(columns([one]), {**VALUES, **changes})
+    return {name: float(value[0]) for name, value in found.items()}
+
+
+@pytest.fixture
+def one_gpu() -> Setup:
+    return setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none")
+
+
+def test_products_take_their_flops_over_the_reached_peak(one_gpu: Setup) -> None:
+    """Without operand traffic, products are 6 FLOPs per weight and token at the fitted share of the peak."""
+    found = seconds(one_gpu, kappa=-40.0)["products"]
+    shape = one_gpu.shape
+    block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    flops = 6 * 4096 * (shape.layers * block + 4096 * shape.vocab)
+    reached = math.exp(VALUES["efficiency"] + VALUES["hopper"]) * 0.92 * 989e12
+    assert found == pytest.approx(flops / reached, rel=1e-9)
+
+
+def test_parts_add_up_to_the_step(one_gpu: Setup) -> None:
+    found = seconds(one_gpu)
+    assert set(found) == set(PARTS)
+    assert sum(found.values()) == pytest.approx(float(step_time(columns([one_gpu]), VALUES)[0]))
+
+
+def test_one_gpu_has_no_traffic_and_no_bubble(one_gpu: Setup) -> None:
+    found = seconds(one_gpu)
+    assert found["tensor parallel"] == found["pipeline bubble"] == found["data parallel (exposed)"] == 0
+
+
+def test_full_checkpointing_repeats_the_forward_of_the_blocks(one_gpu: Setup) -> None:
+    plain, full = seconds(one_gpu), seconds(replace(one_gpu, checkpointing="full"))
+    head = 3 * 2 * 4096 * 4096 * 128256 / (math.exp(VALUES["efficiency"] + VALUES["hopper"]) * 0.92 * 989e12)
+    assert (full["products"] - head) / (plain["products"] - head) == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_the_bubble_is_the_textbook_share() -> None:
+    """(pp - 1) / micro batches of the busy time, if transfers are free and the head is left out."""
+    one = setup_of("llama-8b", "h100", 4, pp=4, global_batch=16, micro_batch=1, checkpointing="none", shard="none")
+    found = seconds(one, pp_overlap=40.0, logit_bytes=-40.0)
+    layers = sum(found[name] for name in ("attention", "memory-bound", "tensor parallel", "launch"))
+    bubble_of_layers = 3 / 16
+    assert found["pipeline bubble"] > bubble_of_layers * layers
+    assert found["pipeline bubble"] < bubble_of_layers * (layers + found["products"])
+
+
+def test_a_slower_network_exposes_more_traffic() -> None:
+    fast = setup_of("llama-8b", "h100", 16, shard="zero3", interconnect="ib-ndr", micro_batch=1, global_batch=16)
+    slow = setup_of("llama-8b", "h100", 16, shard="zero3", interconnect="25gbe", micro_batch=1, global_batch=16)
+    ratio = seconds(slow)["data parallel (exposed)"] / seconds(fast)["data parallel (exposed)"]
+    assert ratio > 10
+    assert seconds(slow)["products"] == seconds(fast)["products"]
+
+
+def test_adapters_save_the_gradient_of_frozen_weights() -> None:
+    full = setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none")
+    lora = setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none", method="lora")
+    assert seconds(lora)["products"] < seconds(full)["products"] * 0.72
+    assert seconds(lora)["optimizer"] < seconds(full)["optimizer"] / 50
+
+
+def test_memory_of_data_parallelism_is_sixteen_bytes_per_parameter() -> None:
+    one = setup_of("llama-8b", "h100", 8, shard="none", micro_batch=1, global_batch=8, checkpointing="full")
+    found = memory.components(one)
+    state = found["weights"] + found["gradients"] + found["optimizer"]
+    assert state == pytest.approx(16 * 8_030_261_248)
+    assert not memory.fits(one)
+    sharded = memory.components(one.replaced(shard="zero3"))
+    assert sharded["weights"] + sharded["gradients"] + sharded["optimizer"] == pytest.approx(state / 8)
+
+
+def test_layouts_are_read_and_refused() -> None:
+    assert parse_layout("dp=4,tp=2,fsdp") == {"dp": 4, "tp": 2, "shard": "zero3"}
+    for text in ("dp", "tp=0", "xp=2", "dp=x"):
+        with pytest.raises(Exception, match="--layout: got"):
+            parse_layout(text)
+    with pytest.raises(Exception, match="expected dp=32"):
+        setup_of("llama-8b", "h100", 64, tp=2, dp=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "node"),
+    [
+        ("nvlink4+ib-ndr", 450e9, 400e9),
+        ("NVLink3 + 1600Gbps RoCE/node", 300e9, 200e9),
+        ("NVLink4 + IB NDR 8x400Gbps (DGX reference; README does not restate)", 450e9, 400e9),
+        ("Selene (NVLink3 + 8x HDR200 IB)", 300e9, 200e9),
+        ("25gbe", None, 3.125e9),
+        ("", None, None),
+    ],
+)
+def test_networks_are_read_by_name(text: str, link: float | None, node: float | None) -> None:
+    assert hardware.network(text) == (link, node)
+
+
+def test_every_gpu_has_what_the_model_needs() -> None:
+    for name in hardware.names():
+        gpu = hardware.accelerator(name)
+        numbers = (gpu.flops, gpu.memory_bytes_per_s, gpu.link_bytes_per_s, gpu.node_bytes_per_s, gpu.power_w)
+        assert np.all(np.array(numbers) > 0), name
+    assert hardware.accelerator("NVIDIA H200").name == "h200"
