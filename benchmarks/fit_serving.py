@@ -2,8 +2,8 @@
 
     python benchmarks/fit_serving.py [--check]
 
-Uses the dense Llama rows of benchmarks/data/inference.csv: TensorRT-LLM's maximum throughput on H100 and H200 in fp8, and
-single streams in bf16 on A100. Writes src/paceline/prediction/serving.toml.
+Uses the dense Llama rows of benchmarks/data/inference.csv: maximum throughput of TensorRT-LLM on H100 and H200 (fp8).
+Single streams in bf16 on A100 are shown only. Writes src/paceline/prediction/serving.toml.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def main() -> int:
     sd = float(np.sqrt(np.mean(np.square(spread))))
     for name, one, value in found:
         if one.batch == 1:
-            sys.stdout.write(f"single stream, not fitted: {name} predicted "
-                             f"{serving.throughput(one, 1, fit.values):.0f} tokens/s, measured {value:.0f}\n")  # fmt: skip
+            rate = serving.throughput(one, 1, fit.values)
+            sys.stdout.write(f"single stream, not fitted: {name} predicted {rate:.0f} tokens/s, measured {value:.0f}\n")
     lines = ["# Written by benchmarks/fit_serving.py: do not edit by hand.", "", "[fit]", f"rows = {len(loaded)}"]
     lines += [f"sd = {sd:.4g}  # of the logarithm of tokens/s, models left out one by one", "", "[parameters]"]
     lines += [f"{name} = {math.exp(value):.6g}  # {serving.PRIORS[name][2]}" for name, value in fit.values.items()]

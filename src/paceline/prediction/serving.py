@@ -1,8 +1,9 @@
 """Serving before anything runs: TTFT, TPOT and tokens/s of a model on GPUs, from memory and compute limits.
 
-Prefill computes: FLOPs at a share of the peak. A decode step reads: weights and the cache of every sequence at a share of
-the memory bandwidth, plus tensor-parallel reductions and a fixed cost of the engine. The largest batch is what the cache
-leaves room for. Four parameters are fitted to published rows (`benchmarks/fit_serving.py`); anchors scale the result.
+Prefill computes: FLOPs at a share of the peak. A decode step reads: weights and the cache of every sequence at a share
+of the memory bandwidth, plus tensor-parallel reductions and a fixed cost of the engine. The largest batch is what the
+cache leaves room for. Four parameters are fitted to published rows (`benchmarks/fit_serving.py`); anchors scale the
+result.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paceline.errors import require
 from paceline.models import arithmetic
 from paceline.models.shape import Shape
 from paceline.prediction.hardware import Accelerator
+from paceline.prediction.step_time import Array
 
 PATH = Path(__file__).parent / "serving.toml"
 WEIGHT_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.56, "fp4": 0.56}
@@ -169,9 +171,9 @@ def fit_rows(rows: Sequence[tuple[Served, float]]) -> ServingFit:
     centre, precision = state.copy(), np.array([1 / prior[1] ** 2 for prior in PRIORS.values()])
     target, noise, step = np.log([value for _, value in rows]), 0.2, 1e-4
 
-    def predicted(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def predicted(values: Array) -> Array:
         p = dict(zip(names, values, strict=True))
-        return np.log([throughput(one, one.batch or max(one.most_sequences(), 1), p) for one, _ in rows])
+        return np.asarray(np.log([throughput(one, one.batch or max(one.most_sequences(), 1), p) for one, _ in rows]))
 
     for _ in range(15):
         base = predicted(state)
