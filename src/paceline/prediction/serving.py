@@ -147,7 +147,7 @@ def predict(
         precision += 1 / noise**2
     scale = math.exp(level / precision)
     spread = math.sqrt(1 / precision + (noise**2 if anchors else 0.0))
-    prefill, step = times(one, batch, fitted.values)
+    prefill, _ = times(one, batch, fitted.values)
     rate = throughput(one, batch, fitted.values) * scale
     return ServedPrediction(
         served=one,
