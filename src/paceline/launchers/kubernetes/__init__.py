@@ -97,6 +97,10 @@ def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
     # The stored handle has precedence: a controller elsewhere may have given the same run another name.
     settings = {**job.settings, **(handle or {}), "run_dir": job.settings["run_dir"]}
     cluster, name = _connect(settings), settings["name"]
+    if handle is not None:
+        # The earlier controller had these rights. The API server may be starting now, see `client.FORBIDDEN_S`.
+        for (_, plural), verbs in cluster_checks.essential(settings["kind"]).items():
+            cluster.rights.worked |= {(verb, plural) for verb in verbs}
     known = cluster.read(RESOURCES[settings["kind"]], name)
     if known is None or known["metadata"].get("deletionTimestamp"):
         return None

@@ -47,6 +47,7 @@ _PREFIX = re.compile(r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\
 _HARMLESS = re.compile(r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b")
 # The error itself, not one that only reports an error of another process.
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
+_VALIDATION = re.compile(r"\b\d+ validation errors? for \w+$")
 _AFTERMATH = re.compile(r"initialization failed|See root cause|EngineDeadError")
 # The default length, if the model allows it.
 USUAL_LENGTH = 2048
@@ -154,10 +155,19 @@ def _is_listening(url: str) -> bool:
 
 
 def cause(output: str) -> str:
-    """The line of a server's output that says why it ended, else its last line."""
-    grave = [line for line in output.splitlines() if _CAUSE.search(line) and not _HARMLESS.match(line)]
-    first = [line for line in grave if not _AFTERMATH.search(line)]
-    return last_line(output) if not grave else last_line("\n".join(first or grave))
+    """The line of a server's output that says why it ended, else its last line.
+
+    >>> cause("ValidationError: 1 validation error for ModelConfig\\n  Value error, too long\\n  See the docs\\n")
+    'ValidationError: 1 validation error for ModelConfig: Value error, too long'
+    """
+    lines = output.splitlines()
+    grave = [n for n, line in enumerate(lines) if _CAUSE.search(line) and not _HARMLESS.match(line)]
+    if not grave:
+        return last_line(output)
+    number = ([n for n in grave if not _AFTERMATH.search(lines[n])] or grave)[-1]
+    # pydantic writes on the next line what is wrong.
+    more = lines[number + 1 : number + 2] if _VALIDATION.search(lines[number]) else []
+    return last_line(": ".join([lines[number], *map(str.strip, more)]))
 
 
 def last_line(output: str) -> str:
