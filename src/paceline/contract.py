@@ -42,8 +42,10 @@ class Seat:
 class Trainer(Protocol):
     """A model under one strategy. Losses are not divided by the accumulation; the trainer does that itself.
 
-    A trainer that can resume also has `save(folder)` and `load(folder)`, called on every rank between two steps. They
-    store the parameters and the optimizer state exactly, each rank its own part.
+    A trainer with `interleaves = True` runs forward and backward of a step in one schedule, inside the last call of
+    `backward`; their times are then not recorded apart. A trainer that can resume also has `save(folder)` and
+    `load(folder)`, called on every rank between two steps. They store the parameters and the optimizer state exactly,
+    each rank its own part.
     """
 
     @property

@@ -168,6 +168,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.analysis.training import memory
     from paceline.campaign.run.controller import leads_on, references_of, unsupported
     from paceline.errors import StoreError
+    from paceline.experiment.layout import declared_layout
     from paceline.experiment.plugins import load
     from paceline.models import arithmetic
     from paceline.report.tables.advice import lines
@@ -190,6 +191,9 @@ def plan(arguments: argparse.Namespace) -> int:
         if spec.is_trained:
             shape, length = arithmetic.load(spec.model), spec.training.sequence_length
             remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
+            layout = declared_layout(spec)
+            if layout is not None and not reason:
+                remarks += layout.picture(shape.layers)
         if spec.run_id in predicted:
             remarks.append(_forecast_text([predicted[spec.run_id]], price))
         with contextlib.suppress(StoreError):

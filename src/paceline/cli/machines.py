@@ -93,7 +93,7 @@ def list_kind(arguments: argparse.Namespace) -> int:
         known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
         rows = {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
     else:
-        rows = plugins.names(kind)
+        rows = plugins.names(kind) | {short: text for short, (_, text) in plugins.short_names(kind).items()}
     width = max(len(name) for name in rows)
     screen = console()
     for name, text in rows.items():

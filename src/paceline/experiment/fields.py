@@ -13,6 +13,7 @@ from paceline.errors import RequestError, Scalar, did_you_mean, require, shown
 from paceline.experiment import plugins, variables
 from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
+from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Offer, Traits, declared, load
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import DEFAULT_WORKLOAD, Precision, RunSpec, Topology, Training, Tuning, WarmUp
@@ -181,15 +182,18 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     model, data = _expand_home(Choice.parse(cell.model)), _expand_home(Choice.parse(cell.data))
     few = f"at least {LEAST_REFERENCE_STEPS}: fewer show too little of a trajectory"
     require(cell.reference_steps >= LEAST_REFERENCE_STEPS, "reference_steps", cell.reference_steps, few)
+    strategy = None
+    if traits.trains and not traits.tests_nodes:
+        strategy = plugins.expanded("strategies", Choice.parse(cell.strategy), topology.nodes, processes)
     return RunSpec(
         experiment=name,
         workload=workload,
-        strategy=Choice.parse(cell.strategy) if traits.trains and not traits.tests_nodes else None,
+        strategy=strategy,
         launcher=launcher,
         model=model,
         topology=topology,
         training=Training(
-            accumulation=_accumulation(cell, topology.world_size),
+            accumulation=_accumulation(cell, topology.world_size, strategy),
             precision=Precision(compute=cell.precision, reduce=cell.reduce_dtype),
             data=data,
             **{field: getattr(cell, field) for field in _TRAINING},
@@ -219,12 +223,15 @@ def _expand_home(choice: Choice) -> Choice:
     return Choice(str(full(choice.name)), {key: full(value) for key, value in choice.options.items()})
 
 
-def _accumulation(cell: OwnFields, world_size: int) -> int:
+def _accumulation(cell: OwnFields, world_size: int, strategy: Choice | None) -> int:
     """As given, or as the global batch requires; if both are given they must agree."""
     if cell.global_batch is None:
         return cell.accumulation or 1
-    share = cell.micro_batch * world_size
-    expected = f"a multiple of micro_batch x processes ({cell.micro_batch} x {world_size})"
+    # Ranks that split a model work on the same samples.
+    replicas = replicas_of(strategy, world_size)
+    share = cell.micro_batch * replicas
+    what = "processes" if replicas == world_size else "data parallel replicas"
+    expected = f"a multiple of micro_batch x {what} ({cell.micro_batch} x {replicas})"
     require(cell.global_batch > 0 and cell.global_batch % share == 0, "global_batch", cell.global_batch, expected)
     implied = cell.global_batch // share
     expected = f"{implied}, or global_batch without accumulation"

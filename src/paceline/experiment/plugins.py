@@ -65,6 +65,8 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "sharded_parts": ("options",),
         "wire_bytes": ("traffic",),
         "reductions_per_step": ("options", "accumulation"),
+        "layout": ("options", "world_size"),
+        "expand": ("name", "options", "nodes", "processes_per_node"),
     },
     "launchers": {
         "preflight": ("specs",),
@@ -110,10 +112,11 @@ class Traits:
 # UNMEASURED: options on which no measured number depends, each with what it decides instead; they are not part of the
 # run id. HERE: ranks are processes of this host. STARTS: the engine starts its servers on the devices of its ranks.
 # USER_ONLY: options that are never taken from a capsule or an experiment of somebody else, each with what it decides
-# (see `foreign`). PADS_SHARDS: the strategy pads what it shards to equal rows per rank.
+# (see `foreign`). PADS_SHARDS: the strategy pads what it shards to equal rows per rank. SHORT_NAMES: other names for it
+# with some options set, each with a description; its function `expand` returns these options.
 DECLARED: dict[str, dict[str, Any]] = {
     "workloads": {"TRAITS": Traits()},
-    "strategies": {"PADS_SHARDS": False},
+    "strategies": {"PADS_SHARDS": False, "SHORT_NAMES": {}},
     "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}},
     "engines": {"UNMEASURED": {}, "STARTS": False, "USER_ONLY": {}},
     "exporters": {},
@@ -135,6 +138,27 @@ def names(kind: str) -> dict[str, str]:
     for point in metadata.entry_points(group=f"paceline.{kind}"):
         known[point.name] = f"from {point.value}"
     return known
+
+
+def short_names(kind: str) -> dict[str, tuple[str, str]]:
+    """Short name -> the shipped plugin it stands for, and a description."""
+    found: dict[str, tuple[str, str]] = {}
+    for plugin in _shipped(kind) if "SHORT_NAMES" in DECLARED[kind] else ():
+        found |= {short: (plugin, text) for short, text in _literals(kind, plugin)["SHORT_NAMES"].items()}
+    return found
+
+
+def expanded(kind: str, choice: Choice, nodes: int, processes_per_node: int) -> Choice:
+    """The choice with a short name replaced by its plugin and the options it stands for; others unchanged.
+
+    >>> str(expanded("strategies", Choice("tp"), 1, 4))
+    'mesh:tp=4'
+    """
+    plugin, _ = short_names(kind).get(choice.name, (None, ""))
+    if plugin is None:
+        return choice
+    options = load(kind, plugin).expand(choice.name, choice.options, nodes, processes_per_node)
+    return Choice(plugin, options)
 
 
 @functools.cache
@@ -267,7 +291,7 @@ def _import(kind: str, name: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             raise RequestError(f"{kind}: {name!r} cannot be imported ({error}).") from None
-    known = names(kind)
+    known = {**names(kind), **{short: text for short, (_, text) in short_names(kind).items()}}
     where = {"strategies": "strategy"}.get(kind, kind.removesuffix("s"))
     hint = _with_number(kind, name, known) or did_you_mean(name, known)
     raise RequestError(f"{where}: got {name!r}, expected {', '.join(known)} or a dotted module name.{hint}")

@@ -28,6 +28,7 @@ from paceline.errors import require as require
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice as Choice
 from paceline.experiment.factorial import Design
+from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Traits
 from paceline.experiment.serving import Serving
 
@@ -252,10 +253,11 @@ class RunSpec:
         accepted = f"readings a second up to {FASTEST_TELEMETRY_HZ:g}, or 0 for none"
         require(0 <= self.telemetry_hz <= FASTEST_TELEMETRY_HZ, "telemetry_hz", self.telemetry_hz, accepted)
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
-        """Sequences per optimizer step over all processes."""
-        return self.training.micro_batch * self.training.accumulation * self.topology.world_size
+        """Sequences per optimizer step over all data parallel replicas."""
+        replicas = replicas_of(self.strategy, self.topology.world_size)
+        return self.training.micro_batch * self.training.accumulation * replicas
 
     @property
     def tokens_per_step(self) -> int:

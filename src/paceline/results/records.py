@@ -54,6 +54,7 @@ class StepSample:
     mean over this rank's learned tokens. positions counts all positions of the batch, tokens those without padding,
     label_tokens those that are learned (None: all tokens), attended_keys the sum over tokens of the keys each attends
     to. The data digest is a sum over sequences that does not depend on the partition (`training.data.digests`).
+    leader: where several ranks work on the same samples, the rank that counts them; amounts are then 0 here.
     """
 
     kind: ClassVar[str] = "step"
@@ -77,6 +78,7 @@ class StepSample:
     positions: int | None = None
     label_tokens: int | None = None
     attended_keys: int | None = None
+    leader: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +102,10 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireSample:
-    """Collectives of one optimizer step on one rank, summed by operation, dtype and group size.
+    """Collectives of one optimizer step on one rank, summed by operation, dtype, group size and mesh dimension.
 
     payload_bytes follows nccl-tests' S: the buffer for all_reduce, the whole output for all_gather, the whole input for
-    reduce_scatter.
+    reduce_scatter. dimension: the one of a device mesh whose group was used; None for groups that are of no mesh.
     """
 
     kind: ClassVar[str] = "wire"
@@ -114,6 +116,7 @@ class WireSample:
     group_size: int
     calls: int
     payload_bytes: int
+    dimension: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,23 +71,29 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Fused causal attention over (batch, heads, length, head_dim), with grouped keys and values."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+
+
 class Attention(nn.Module):
-    """Causal fused attention with grouped keys and values."""
+    """Causal attention with grouped keys and values; a layout may replace `attend` and share the heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.inputs = Linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=shape.bias)
         self.output = Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.bias)
 
     def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.inputs(x).view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        joined = self.inputs(x)
+        batch, length, _ = joined.shape
+        parts = joined.view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
-        grouped = self.kv_heads != self.heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = self.attend(q, k, v)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim))  # type: ignore[no-any-return]
 
 

@@ -270,22 +270,24 @@ class WireCounter:
     """
 
     def __init__(self) -> None:
-        self.bytes: Counter[tuple[str, str, int]] = Counter()
-        self.calls: Counter[tuple[str, str, int]] = Counter()
+        # By operation, dtype, group size and mesh dimension ("" if none).
+        self.bytes: Counter[tuple[str, str, int, str]] = Counter()
+        self.calls: Counter[tuple[str, str, int, str]] = Counter()
 
     def add(self, operator: str, args: Any, result: Any) -> None:
         if operator in _SILENT:
             return
         operation, position = _OPERATIONS.get(operator, (operator, "all"))
         payload = {"result": result, "all": args}[position] if isinstance(position, str) else args[position]
-        size = _group_size(args)
+        size, dimension = _group_of(args)
         parts = size if operator in _PARTS else 1
-        moved: Counter[tuple[str, str, int]] = Counter()
+        moved: Counter[tuple[str, str, int, str]] = Counter()
         for tensor in _tensors(payload):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            moved[operation, SHORT_NAMES.get(dtype, dtype), size] += parts * tensor.numel() * tensor.element_size()
+            key = operation, SHORT_NAMES.get(dtype, dtype), size, dimension
+            moved[key] += parts * tensor.numel() * tensor.element_size()
         if not moved and operator not in _OPERATIONS:
-            moved[operation, "unknown", size] = 0
+            moved[operation, "unknown", size, dimension] = 0
         for key, moved_bytes in moved.items():
             self.bytes[key] += moved_bytes
             self.calls[key] += 1
@@ -298,10 +300,11 @@ class WireCounter:
                 operation=operation,
                 dtype=dtype,
                 group_size=size,
-                calls=self.calls[operation, dtype, size],
+                calls=self.calls[operation, dtype, size, dimension],
                 payload_bytes=payload,
+                dimension=dimension or None,
             )
-            for (operation, dtype, size), payload in sorted(self.bytes.items())
+            for (operation, dtype, size, dimension), payload in sorted(self.bytes.items())
         ]
 
 
@@ -315,20 +318,29 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
-def _group_size(args: Any) -> int:
-    """Size of an operator's process group, passed as an object (c10d) or by name (_c10d_functional)."""
+# How `torch.distributed.device_mesh` describes the groups of a dimension.
+_MESH = "mesh_"
+
+
+def _group_of(args: Any) -> tuple[int, str]:
+    """Size and mesh dimension of an operator's process group, passed as an object (c10d) or by name
+    (_c10d_functional)."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     for argument in args:
+        group: Any = None
         if isinstance(argument, torch.ScriptObject):
             with contextlib.suppress(RuntimeError, TypeError, AttributeError):
-                return int(dist.ProcessGroup.unbox(argument).size())
+                group = dist.ProcessGroup.unbox(argument)
         if isinstance(argument, str):
             with contextlib.suppress(KeyError, RuntimeError, ValueError):
-                return int(cast(Any, distributed_c10d)._resolve_process_group(argument).size())
-    return dist.get_world_size()
+                group = cast(Any, distributed_c10d)._resolve_process_group(argument)
+        if group is not None:
+            text = str(group.group_desc)
+            return int(group.size()), text.removeprefix(_MESH) if text.startswith(_MESH) else ""
+    return dist.get_world_size(), ""
 
 
 def attention_backends(device: str):  # type: ignore[no-untyped-def]

@@ -129,6 +129,15 @@ _PRODUCTS = {
 _ACTIVATIONS = ("gelu", "silu", "relu", "gelu_", "silu_", "relu_")
 
 
+def _copies(gradient: Any) -> int:
+    """How many ranks of a DTensor's mesh hold the same part; 1 for a plain tensor. Their sums over ranks then count
+    each part once."""
+    copies = 1
+    for dimension, placement in enumerate(getattr(gradient, "placements", ())):
+        copies *= gradient.device_mesh.size(dimension) if placement.is_replicate() else 1
+    return copies
+
+
 class Audit:
     """Counts the collectives and the operators of a step; see `OperationSample` for the kinds."""
 
@@ -140,6 +149,7 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        from torch.distributed.tensor import DTensor
         from torch.optim.optimizer import register_optimizer_step_pre_hook
         from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,6 +157,9 @@ class Audit:
 
         class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                # A DTensor's own dispatch comes first: it leads to the collectives and to the work on this rank's part.
+                if any(issubclass(each, DTensor) for each in types):
+                    return NotImplemented
                 result = func(*args, **(kwargs or {}))
                 operator = func._schema.name.partition("::")[2]
                 if func.namespace in ("c10d", "_c10d_functional"):
@@ -169,9 +182,10 @@ class Audit:
         with _disable_current_modes():
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
                 gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-                self._count("update", gradient.dtype, gradient.numel())
+                copies = _copies(parameter.grad)
+                self._count("update", gradient.dtype, gradient.numel() // copies)
                 name = str(gradient.dtype).removeprefix("torch.")
-                squares = gradient.detach().double().square().sum().item()
+                squares = gradient.detach().double().square().sum().item() / copies
                 self.squares["update", SHORT_NAMES.get(name, name)] += squares
 
     def add(self, operator: str, args: Any, result: Any) -> None:

@@ -172,6 +172,9 @@ class Loop:
             queued = self.pending.popleft()
             watch, batch = queued.stopwatch, queued.batch
             loss, norm = (float(value) for value in self.scalars[queued.step])
+            # Ranks that share their samples: one of them counts them.
+            leader, counts = self.partition.leader, self.partition.leader is None
+            interleaves = getattr(self.trainer, "interleaves", False)
             self.recorder.add(
                 StepSample(
                     rank=self.seat.rank,
@@ -180,11 +183,12 @@ class Loop:
                     data_wait_s=queued.data_wait_s,
                     h2d_s=watch.seconds("h2d"),
                     h2d_bytes=queued.h2d_bytes,
-                    forward_s=watch.seconds("forward"),
-                    backward_s=watch.seconds("backward"),
+                    # A pipeline runs both of all micro batches in one schedule.
+                    forward_s=None if interleaves else watch.seconds("forward"),
+                    backward_s=None if interleaves else watch.seconds("backward"),
                     optimizer_s=watch.seconds("optimizer"),
-                    tokens=batch.tokens,
-                    samples=batch.samples,
+                    tokens=batch.tokens if counts else 0,
+                    samples=batch.samples if counts else 0,
                     micro_batches=len(batch.micro_batches),
                     # A loss scaler skips the update when gradients are not finite.
                     updates=queued.updates if math.isfinite(norm) else 0,
@@ -192,9 +196,10 @@ class Loop:
                     grad_norm=norm if math.isfinite(norm) else None,
                     data_digest=batch.digest,
                     variant=self.variant,
-                    positions=batch.positions,
-                    label_tokens=batch.label_tokens,
-                    attended_keys=batch.attended_keys,
+                    positions=batch.positions if counts else 0,
+                    label_tokens=batch.label_tokens if counts or batch.label_tokens is None else 0,
+                    attended_keys=batch.attended_keys if counts or batch.attended_keys is None else 0,
+                    leader=leader,
                 )
             )
             if not math.isfinite(loss):

@@ -225,7 +225,7 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
     assert all(len(line.split()) >= 2 for line in lines), "a name and a description each"
     names = [line.split()[0] for line in lines]
     if kind in plugins.KINDS:
-        assert names == list(plugins.names(kind))
+        assert names == [*plugins.names(kind), *plugins.short_names(kind)]
     if kind == "prices":
         assert {"oci-a10-0.60", "oci-a10-1.50", "oci-a10-spot", "aws-h100"} <= set(names)
     if kind == "metrics":

@@ -224,8 +224,8 @@ def test_every_collective_is_counted(group: Any, name: str) -> None:
     with audit.watching():
         call()
     counter = audit.wire
-    assert dict(counter.bytes) == {(operation, "fp32", 1): size}
-    assert dict(counter.calls) == {(operation, "fp32", 1): 1}
+    assert dict(counter.bytes) == {(operation, "fp32", 1, ""): size}
+    assert dict(counter.calls) == {(operation, "fp32", 1, ""): 1}
 
 
 def test_dtypes_are_kept_apart_and_calls_add_up(group: Any) -> None:
@@ -255,7 +255,7 @@ def test_nothing_else_is_counted(group: Any) -> None:
 def test_a_coalesced_call_counts_all_its_tensors(group: Any) -> None:
     counter = WireCounter()
     counter.add("allreduce_coalesced_", ([single(2), single(3)],), None)
-    assert counter.bytes["all_reduce", "fp32", 1] == 20
+    assert counter.bytes["all_reduce", "fp32", 1, ""] == 20
 
 
 @pytest.mark.parametrize(
@@ -277,16 +277,16 @@ def test_each_operator_is_counted_by_hand(
     monkeypatch: pytest.MonkeyPatch, operator: str, args: Any, result: Any, operation: str, payload: int
 ) -> None:
     """In a group of four, once per call however many tensors it took; of gather and scatter all ranks' parts are S."""
-    monkeypatch.setattr(instruments, "_group_size", lambda args: 4)
+    monkeypatch.setattr(instruments, "_group_of", lambda args: (4, ""))
     counter = WireCounter()
     counter.add(operator, args(), result and [single(n) for n in result])
-    assert dict(counter.bytes) == {(operation, "fp32", 4): payload}
-    assert dict(counter.calls) == {(operation, "fp32", 4): 1}
+    assert dict(counter.bytes) == {(operation, "fp32", 4, ""): payload}
+    assert dict(counter.calls) == {(operation, "fp32", 4, ""): 1}
 
 
 def test_an_unknown_operator_is_kept_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would pass for the whole otherwise; what sends nothing makes nothing unknown."""
-    monkeypatch.setattr(instruments, "_group_size", lambda args: 4)
+    monkeypatch.setattr(instruments, "_group_of", lambda args: (4, ""))
     counter = WireCounter()
     counter.add("all_reduce_sparsely_", (single(6), "sum", "0"), None)
     counter.add("signal_", ("0",), None)

@@ -27,9 +27,10 @@ COMPARED_METRICS = (*SPEED_METRICS, *UNSLOWED_METRICS)
 # If the shares of throttled steps differ by more than this, throttling alone may explain a difference.
 THROTTLED_APART = 0.05
 
-# Axis -> the fields of a spec that may differ. The split of a global batch counts as one axis.
+# Axis -> the fields of a spec that may differ. The split of a global batch counts as one axis. A strategy that splits
+# the model has fewer replicas, so it accumulates more micro batches for the same global batch.
 AXES: Mapping[str, tuple[str, ...]] = {
-    "strategy": ("strategy",),
+    "strategy": ("strategy", "training.accumulation"),
     "precision": ("training.precision.compute",),
     "reduce_dtype": ("training.precision.reduce",),
     "checkpointing": ("training.checkpointing",),
@@ -146,7 +147,7 @@ def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> l
 
 def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
     def key(cell: Cell) -> str:
-        same = {"global_batch": cell.spec.global_batch} if axis == "micro_batch" else {}
+        same = {"global_batch": cell.spec.global_batch} if axis in ("strategy", "micro_batch") else {}
         return key_without(cell, AXES[axis], **same)
 
     usable = [cell for cell in cells if axis not in TUNED_AXES or cell.spec.tuning is not None]

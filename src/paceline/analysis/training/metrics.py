@@ -21,8 +21,9 @@ from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
 from paceline.analysis.training.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.errors import RequestError, Scalar
+from paceline.experiment.layout import declared_layout
 from paceline.experiment.spec import RunSpec
-from paceline.models import adapters, arithmetic
+from paceline.models import adapters, arithmetic, parallel
 from paceline.models.adapters import DTYPE_BYTES as DTYPE_BYTES
 from paceline.training.data.corpus import is_packed
 
@@ -203,8 +204,10 @@ def _predicted_wire(cell: Cell) -> Estimate:
     if spec.strategy is None or evidence is None:
         return Estimate(None)
     try:
-        shape = cell.windows[0].record.shape
-        if spec.tuning:
+        shape, layout = cell.windows[0].record.shape, declared_layout(spec)
+        if layout is not None:
+            value = parallel.predicted_total(shape, layout, spec.training)
+        elif spec.tuning:
             dtypes = precision.reduce, precision.compute
             value = adapters.wire_bytes(shape, spec.tuning, spec.strategy, ranks, accumulation, *dtypes)
         else:

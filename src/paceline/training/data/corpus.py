@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.errors import RequestError, Scalar, UnsupportedError, require
 from paceline.experiment.choices import Choice
+from paceline.experiment.layout import layout_of
 from paceline.experiment.spec import RunSpec
 from paceline.training.data.digests import add_digests, digest_tokens
 from paceline.training.data.jsonl_instructions import check_dialogues, open_dialogues
@@ -182,18 +183,24 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Partition:
-    """Selects a rank's sequences of each global batch; `shuffle` seeds their order inside the batch."""
+    """Selects a rank's sequences of each global batch; `shuffle` seeds their order inside the batch.
+
+    rank, world_size: of data parallel replicas. leader: the rank that counts these samples, if this one does not.
+    """
 
     rank: int
     world_size: int
     micro_batch: int
     accumulation: int
     shuffle: int = 0
+    leader: int | None = None
 
     @classmethod
     def of(cls, spec: RunSpec, rank: int, shuffle: int = 0) -> Partition:
-        t = spec.training
-        return cls(rank, spec.topology.world_size, t.micro_batch, t.accumulation, shuffle)
+        """The share of a rank: that of its replica, which all ranks of the replica work on."""
+        t, layout = spec.training, layout_of(spec)
+        leader, replica = layout.leader(rank), layout.coordinates(rank)["dp"]
+        return cls(replica, layout.dp, t.micro_batch, t.accumulation, shuffle, None if leader == rank else leader)
 
     def indices(self, step: int) -> Indices:
         """Global sequence indices as (accumulation, micro_batch)."""

@@ -93,7 +93,8 @@ def tuning_facts(module: nn.Module) -> tuple[dict[str, str], dict[str, Any]]:
 class TorchTrainer:
     """Implements `contract.Trainer`; strategies pass their differences as functions.
 
-    sync(last) is called before each micro batch, to switch the reduction of its gradients on or off.
+    sync(last) is called before each micro batch, to switch the reduction of its gradients on or off. prefix: of the
+    names in a checkpoint, for ranks that hold other weights than their neighbours.
     """
 
     def __init__(
@@ -105,10 +106,11 @@ class TorchTrainer:
         full_parameters: Callable[[], Iterator[tuple[str, Tensor]]],
         sync: Callable[[bool], None] = lambda last: None,
         settings: Mapping[str, Any] | None = None,
+        prefix: str = "",
     ) -> None:
         training = spec.training
         self.module, self.training, self.sync, self.rank = module, training, sync, seat.rank
-        self.full_parameters, self.settings = full_parameters, dict(settings or {})
+        self.full_parameters, self.settings, self.prefix = full_parameters, dict(settings or {}), prefix
         parameters = learning(module)
         self.masters = Masters(parameters) if parameters[0].dtype != torch.float32 else None
         self.stepped: list[Any] = [*(self.masters.copies if self.masters else parameters)]
@@ -141,7 +143,7 @@ class TorchTrainer:
         if self.shards:
             self.shards.take_gradients()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.stepped, self.training.clip_norm)
+        norm: Any = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,7 +151,12 @@ class TorchTrainer:
             self.shards.clear_gradients()
         if self.masters:
             self.masters.give_weights()
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
+
+    def clip(self) -> Any:
+        """Clip the gradients of the whole model; returns their norm before."""
+        return nn.utils.clip_grad_norm_(self.stepped, self.training.clip_norm)
 
     def save(self, folder: Path) -> None:
         save_tensors(self._state(), folder)
@@ -159,7 +166,7 @@ class TorchTrainer:
         state = self._state()
         load_tensors(state, folder)
         # Plain numbers cannot be filled in place.
-        own = f"rank.{self.rank}." if self.shards else ""
+        own = self._own
         for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
             kept = self.optimizer.state[parameter]
             numbers = {key: type(v) for key, v in kept.items() if isinstance(v, int | float)}
@@ -172,11 +179,15 @@ class TorchTrainer:
         if self.masters:
             self.masters.give_weights()
 
+    @property
+    def _own(self) -> str:
+        """Shards of 8-bit moments are plain tensors that differ between ranks, so each rank uses its own names."""
+        return f"rank.{self.rank}." if self.shards else self.prefix
+
     def _state(self) -> dict[str, Tensor]:
         """Trained weights and optimizer state, as tensors that loading fills in place; numbers become tensors."""
-        state = {f"weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
-        # Shards of 8-bit moments are plain tensors that differ between ranks, so each rank uses its own names.
-        own = f"rank.{self.rank}." if self.shards else ""
+        state = {f"{self.prefix}weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
+        own = self._own
         for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
             for key, value in self.optimizer.state[parameter].items():
                 state[f"{own}optimizer.{i}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)

@@ -30,7 +30,13 @@ from paceline.analysis.training.certificate.settings import (
     precision_switches,
 )
 from paceline.analysis.training.certificate.traffic import gradients_reduced, only_adapters, wire_dtype
-from paceline.analysis.training.certificate.trajectory import compared_deviations, finite_loss, norms_agree, trajectory
+from paceline.analysis.training.certificate.trajectory import (
+    compared_deviations,
+    finite_loss,
+    norms_agree,
+    replicas_agree,
+    trajectory,
+)
 from paceline.analysis.training.certificate.work import (
     completed_reference,
     data_digests,
@@ -116,5 +122,6 @@ CHECKS: tuple[tuple[Callable[[Observed, Standard], Check | None], str], ...] = (
     (trajectory(LOSS), OBSERVED),
     (trajectory(NORM), OBSERVED),
     (norms_agree, OBSERVED),
+    (replicas_agree, OBSERVED),
     (debug_switches, OBSERVED),
 )

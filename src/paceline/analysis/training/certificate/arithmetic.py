@@ -7,6 +7,7 @@ from collections import Counter
 
 from paceline.analysis.findings import Check
 from paceline.analysis.training.certificate.observed import Observed, Standard, checked
+from paceline.models import parallel
 
 Counts = dict[tuple[int, int], dict[str, tuple[int, int]]]
 # Rounding to these loses nothing.
@@ -74,17 +75,20 @@ def recomputation(run: Observed, standard: Standard) -> Check | None:
             for each in (run, standard.reference)
         ]
 
-        def expect(each: Observed, again: tuple[str, ...] = repeated) -> int:
-            training = each.spec.training
-            return each.record.shape.layers * training.accumulation * (2 if training.checkpointing in again else 1)
+        def expect(each: Observed, rank: int, kind: str = operation, again: tuple[str, ...] = repeated) -> int:
+            training, layers, layout = each.spec.training, each.record.shape.layers, each.layout
+            calls = parallel.attention_calls(layout, rank, layers, parallel.micro_batches(layout, training))
+            calls //= 1 if kind == "attention" or not layout.ring else layout.cp
+            return calls * (2 if training.checkpointing in again else 1)
 
-        if not ratios[1] or set(ratios[1].values()) != {expect(standard.reference)}:
+        if not ratios[1] or set(ratios[1].values()) != {expect(standard.reference, 0)}:
             continue  # operators that are not counted here, such as a fused layer
-        expected.append(f"{expect(run)} of {operation}")
+        counts = sorted({expect(run, rank) for rank in range(run.layout.world_size)})
+        expected.append(f"{' or '.join(map(str, counts))} of {operation}")
         problems += [
             f"{calls} calls of {operation} on rank {rank} at step {step}"
             for (rank, step), calls in ratios[0].items()
-            if calls != expect(run)
+            if calls != expect(run, rank)
         ]
     if not expected:
         return None

@@ -7,10 +7,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from paceline.analysis.findings import Check
 from paceline.analysis.training.window import StepTable, global_loss, learned_tokens, step_table
+from paceline.experiment.layout import Layout, layout_of
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.models.adapters import trained_parameters
@@ -18,7 +20,7 @@ from paceline.results.records import Evidence, RunRecord, Status
 from paceline.results.samples import StepSeries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observed:
     """One run, or one variant of a reference, read once for all checks."""
 
@@ -43,6 +45,10 @@ class Observed:
         """Values of every rank, by step in order."""
         return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
 
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.spec)
+
     @property
     def switches(self) -> dict[str, str]:
         return {key: value for e in self.evidence.values() for key, value in e.switches.items()}
@@ -61,7 +67,11 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
     tokens = table.by_step("tokens")
     losses = map(global_loss, table.by_step("loss"), learned_tokens(table))
-    digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
+    # Of ranks that work on the same samples, one counts.
+    counted = zip(table.by_step("data_digest"), table.by_step("leader"), strict=True)
+    digests = (
+        sum(digest for digest, leader in zip(*ranks, strict=True) if leader is None) % 2**64 for ranks in counted
+    )
     return Observed(
         record.spec.run_id,
         record,

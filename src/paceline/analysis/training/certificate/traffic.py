@@ -7,6 +7,7 @@ from collections import Counter
 from paceline.analysis.findings import Check
 from paceline.analysis.training.certificate.observed import Observed, Standard, checked, trained_count
 from paceline.experiment import plugins
+from paceline.models import parallel
 from paceline.models.adapters import DTYPE_BYTES, sharded_adapter_parameters
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
@@ -16,6 +17,8 @@ BYTES_TOLERANCE = 0.01
 SCALAR_BYTES = 1024
 # Loss and norm scalars are always reduced in fp32; only traffic above this share of the gradients is checked.
 GRADIENT_SHARE = 0.01
+# Dimensions of a mesh over which activations are exchanged, and not gradients.
+OF_ACTIVATIONS = ("tp", "cp", "pp")
 
 
 def only_adapters(run: Observed, standard: Standard) -> Check | None:
@@ -54,27 +57,37 @@ def reductions_per_step(run: Observed) -> int:
 
 
 def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[tuple[int, int]]:
-    """Bytes of these operations by rank and audited step."""
+    """Bytes of these operations by rank and audited step, without those on activations."""
     found: Counter[tuple[int, int]] = Counter({(w.rank, w.step): 0 for w in run.record.wire})
     for sample in run.record.wire:
-        if sample.operation in operations:
+        if sample.operation in operations and sample.dimension not in OF_ACTIVATIONS:
             found[sample.rank, sample.step] += sample.payload_bytes
     return found
 
 
 def gradients_reduced(run: Observed, standard: Standard) -> Check | None:
-    """A lower bound on every audited step: the gradients of all trainable weights were reduced at least once."""
-    spec = run.spec
-    if spec.topology.world_size == 1 or (spec.tuning is not None and spec.tuning.has_adapters):
+    """A lower bound on every audited step: the gradients of all trainable weights of a rank were reduced at least once.
+
+    A rank has all weights, or its part of the layers where a layout splits them. A single replica reduces nothing.
+    """
+    spec, layout = run.spec, run.layout
+    if layout.data_ranks == 1 or (spec.tuning is not None and spec.tuning.has_adapters):
         return None
-    least = trained_count(run) * DTYPE_BYTES[spec.training.precision.reduce]
+    size = DTYPE_BYTES[spec.training.precision.reduce]
+    whole = trained_count(run) * size
+    splits = layout.tp * layout.pp > 1
+    own = {
+        rank: parallel.held(run.record.shape, layout, rank).total * size if splits else whole
+        for rank in range(layout.world_size)
+    }
     reduced = _payload(run, REDUCTIONS)
     problems = [
         f"{bytes_:,} bytes on rank {rank} at step {step}"
         for (rank, step), bytes_ in sorted(reduced.items())
-        if bytes_ < (1 - BYTES_TOLERANCE) * least
+        if bytes_ < (1 - BYTES_TOLERANCE) * own.get(rank, whole)
     ]
     problems = problems if reduced else ["no collective was counted"]
+    least = min(own.values())
     seen = (
         f"at least {min(reduced.values(), default=0):,} bytes at {len({s for _, s in reduced})} steps chosen at random"
     )
@@ -83,13 +96,14 @@ def gradients_reduced(run: Observed, standard: Standard) -> Check | None:
 
 def wire_dtype(run: Observed, standard: Standard) -> Check:
     """The declared reduction dtype is a claim; this is what the collectives carried."""
-    wanted, world_size = run.spec.training.precision.reduce, run.spec.topology.world_size
-    if world_size == 1:
-        return checked("reduction dtype on the wire", "nothing: one process does not reduce", [], "one process")
+    wanted = run.spec.training.precision.reduce
+    if run.layout.data_ranks == 1:
+        who = "one process" if run.spec.topology.world_size == 1 else "one replica"
+        return checked("reduction dtype on the wire", f"nothing: {who} does not reduce", [], who)
     gradient_bytes = max((e.parameters for e in run.evidence.values()), default=0) * DTYPE_BYTES[wanted]
     payload: Counter[tuple[int, int, str]] = Counter()
     for w in run.record.wire:
-        if w.operation in REDUCTIONS:
+        if w.operation in REDUCTIONS and w.dimension not in OF_ACTIVATIONS:
             payload[w.rank, w.step, w.dtype] += w.payload_bytes
     seen = {dtype for (_, _, dtype), size in payload.items() if size > GRADIENT_SHARE * gradient_bytes}
     problems = [f"gradients crossed in {dtype}" for dtype in sorted(seen - {wanted})]

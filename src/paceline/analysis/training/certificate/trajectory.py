@@ -44,6 +44,27 @@ def norms_agree(run: Observed, standard: Standard) -> Check | None:
     return checked("gradient norm on all ranks", f"equal at every step, within {RANK_TOLERANCE:g}", problems, seen)
 
 
+def replicas_agree(run: Observed, standard: Standard) -> Check | None:
+    """Ranks that split one replica of the model work on the same samples and report the same loss."""
+    layout = run.layout
+    if not layout.splits_model:
+        return None
+    problems: list[str] = []
+    for step in run.steps:
+        columns = (run.table.at(step, field) for field in ("rank", "leader", "data_digest", "loss"))
+        seen = {rank: values for rank, *values in zip(*columns, strict=True)}
+        for rank, (leader, digest, loss) in seen.items():
+            if leader != (None if layout.leader(rank) == rank else layout.leader(rank)):
+                problems.append(f"rank {rank} counts the samples of another replica at step {step}")
+            _, first_digest, first_loss = seen.get(layout.leader(rank), (None, None, math.nan))
+            if digest != first_digest:
+                problems.append(f"other samples on rank {rank} than on rank {layout.leader(rank)} at step {step}")
+            elif not abs(loss - first_loss) <= RANK_TOLERANCE * abs(first_loss):
+                problems.append(f"a loss of {loss:.6g} on rank {rank}, {first_loss:.6g} on its replica, at step {step}")
+    seen_text = f"{layout.dp} replica{'' if layout.dp == 1 else 's'} of {layout.world_size // layout.dp} ranks"
+    return checked("ranks of one replica", "the same samples and loss at every step", problems, seen_text)
+
+
 def finite_loss(run: Observed, standard: Standard) -> Check:
     sound = all(map(math.isfinite, run.table.values("loss")))
     by_step = {} if sound else run.by_step("loss")

@@ -16,6 +16,7 @@ from paceline.analysis.training.certificate.observed import (
     trained_count,
 )
 from paceline.errors import RequestError
+from paceline.models import parallel
 
 # Adam moves a tensor without signal by noise of the same size, so honest runs agree within a few per cent.
 MOVEMENT_FACTOR = 1.15
@@ -198,15 +199,18 @@ def optimizer_steps(run: Observed, standard: Standard) -> Check:
 
 def micro_batches(run: Observed, standard: Standard) -> Check:
     """As the loop counted them, and as token ids were looked up in the embedding on audited steps."""
-    training = run.spec.training
+    training, layout = run.spec.training, run.layout
     wanted, positions = training.accumulation, training.micro_batch * training.sequence_length
+    passes = parallel.micro_batches(layout, training)
     seen = Counter(run.table.values("micro_batches"))
     problems = [f"{count} on {times} of {seen.total()} rank-steps" for count, times in seen.items() if count != wanted]
     problems = problems if seen else ["no step was recorded"]
     looked_up = _operations(run, "embedding")
     for (rank, step), counts in looked_up.items():
         calls, ids = sum(c for c, _ in counts.values()), sum(w for _, w in counts.values())
-        if (calls, ids) != (wanted, wanted * positions):
+        # Only the first stage of a pipeline looks up ids, and each rank its part of the sequence.
+        mine = (passes, wanted * positions // layout.cp) if layout.has_first(rank) else (0, 0)
+        if (calls, ids) != mine:
             problems.append(f"{calls} forward passes over {ids:,} positions on rank {rank} at step {step}")
     expected = f"{wanted} of {positions:,} positions on every rank"
     return checked("micro batches per step", expected, problems, f"{wanted} on every rank")

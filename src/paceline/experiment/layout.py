@@ -1,0 +1,198 @@
+"""Which rank holds what: the degrees of a parallel layout and the arithmetic on them, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.experiment import plugins
+from paceline.experiment.choices import Choice
+
+# Schedules of `torch.distributed.pipelining` by the name users write: torch's name, stages per rank, and whether rank r
+# holds stages r and 2P-1-r (the loss is then on rank 0) instead of r, r + P, r + 2P.
+SCHEDULES: Mapping[str, tuple[str, int, bool]] = {
+    "gpipe": ("GPipe", 1, False),
+    "1f1b": ("1F1B", 1, False),
+    "looped-bfs": ("LoopedBFS", 2, False),
+    "interleaved-1f1b": ("Interleaved1F1B", 2, False),
+    "interleaved-zero-bubble": ("InterleavedZeroBubble", 2, False),
+    "zbv": ("ZBVZeroBubble", 2, True),
+    "dualpipev": ("DualPipeV", 2, True),
+}
+
+# Ranks that a picture shows.
+MOST_DRAWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism. Ranks are numbered with tp fastest, then cp, dp and pp.
+
+    dp: replicas, each with its own samples. cp: ranks that share a replica's sequences. tp: ranks that share every
+    layer. pp: ranks that share the layers, each with `virtual` stages. shard: how many of the dp x cp ranks share one
+    copy of the weights; 1 replicates them. micro_batches: of a pipeline per step; None for the accumulation.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    shard: int = 1
+    virtual: int = 1
+    v_shaped: bool = False
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    ring: bool = True
+    schedule: str = ""
+    micro_batches: int | None = None
+    reshard_after_forward: bool = True
+    sync_every_micro_batch: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which the gradients of one weight are averaged."""
+        return self.dp * self.cp
+
+    @property
+    def replicate(self) -> int:
+        """Copies of a sharded group of weights."""
+        return self.data_ranks // self.shard
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether several ranks work on the same samples."""
+        return self.dp != self.world_size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of a rank along each dimension.
+
+        >>> Layout(dp=2, tp=2, pp=2).coordinates(5)
+        {'pp': 1, 'dp': 0, 'cp': 0, 'tp': 1}
+        """
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+
+    def leader(self, rank: int) -> int:
+        """The rank that counts the samples of this rank's replica: its first."""
+        return self.coordinates(rank)["dp"] * self.cp * self.tp
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The pipeline stages of a rank.
+
+        >>> [Layout(pp=2, virtual=2, v_shaped=v).stages_of(1) for v in (False, True)]
+        [(1, 3), (1, 2)]
+        """
+        first = self.coordinates(rank)["pp"]
+        if self.v_shaped:
+            return first, 2 * self.pp - 1 - first
+        return tuple(range(first, self.stages, self.pp))
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """The consecutive layers of a stage. Earlier stages take the remainder: the last one also has the head.
+
+        >>> [list(Layout(pp=2).layers_of(stage, 5)) for stage in (0, 1)]
+        [[0, 1, 2], [3, 4]]
+        """
+        size, more = divmod(layers, self.stages)
+        begin = stage * size + min(stage, more)
+        return range(begin, begin + size + (stage < more))
+
+    def layer_count(self, rank: int, layers: int) -> int:
+        return sum(len(self.layers_of(stage, layers)) for stage in self.stages_of(rank))
+
+    def has_first(self, rank: int) -> bool:
+        return 0 in self.stages_of(rank)
+
+    def has_last(self, rank: int) -> bool:
+        return self.stages - 1 in self.stages_of(rank)
+
+    def factors(self) -> str:
+        """The product that must be the number of processes."""
+        degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        return " x ".join(f"{name} {degree}" for name, degree in degrees.items()) + f" = {self.world_size}"
+
+    def bubble_ratio(self, micro_batches: int) -> float | None:
+        """Share of a step in which a pipeline rank has nothing to do, if all stages take equally long.
+
+        (P - 1) / (V * M + P - 1) with P ranks, V stages per rank and M micro batches (Narayanan et al., 2021). The
+        zero-bubble schedules have another one, which depends on the times of their three kinds of work: None.
+
+        >>> Layout(pp=4, schedule="1f1b").bubble_ratio(12)
+        0.2
+        """
+        if self.pp == 1:
+            return 0.0
+        if self.schedule in ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b"):
+            return (self.pp - 1) / (self.virtual * micro_batches + self.pp - 1)
+        return None
+
+    def picture(self, layers: int) -> list[str]:
+        """One line per rank with what it holds; of many ranks, the first and the last."""
+        width, ranks = len(str(self.world_size - 1)), list(range(self.world_size))
+        lines = [f"rank {r:>{width}}  " + "  ".join(self._parts(r, self.coordinates(r), layers)) for r in ranks]
+        left_out = len(lines) - MOST_DRAWN
+        if left_out <= 0:
+            return lines
+        return [*lines[: MOST_DRAWN - 1], f"... {left_out} more", lines[-1]]
+
+    def _parts(self, rank: int, at: Mapping[str, int], layers: int) -> list[str]:
+        ranges = [self.layers_of(stage, layers) for stage in self.stages_of(rank)]
+        held = " and ".join(f"{r.start}-{r.stop - 1}" if len(r) > 1 else str(r.start) for r in ranges)
+        ends = ["embedding"] * self.has_first(rank) + ["head"] * self.has_last(rank)
+        parts = [f"replica {at['dp']}"]
+        if self.pp > 1:
+            parts.append(f"layers {held}" + "".join(f" + {end}" for end in ends))
+        if self.tp > 1:
+            parts.append(f"part {at['tp'] + 1} of {self.tp} of every layer")
+        if self.cp > 1:
+            parts.append(f"part {at['cp'] + 1} of {self.cp} of every sequence")
+        if self.shard > 1:
+            index = (at["dp"] * self.cp + at["cp"]) % self.shard
+            parts.append(f"shard {index + 1} of {self.shard}")
+        return parts
+
+
+class Planned(Protocol):
+    """What of a `RunSpec` decides the layout."""
+
+    @property
+    def strategy(self) -> Choice | None: ...
+
+    @property
+    def topology(self) -> Any: ...
+
+
+def layout_of(spec: Planned) -> Layout:
+    """The layout of a run. A strategy that does not declare one has one replica per process."""
+    return declared_layout(spec) or Layout(dp=spec.topology.world_size)
+
+
+def declared_layout(spec: Planned) -> Layout | None:
+    """The layout that the strategy of a run declares, if it does."""
+    return _declared(spec.strategy, spec.topology.world_size)
+
+
+def replicas_of(strategy: Choice | None, world_size: int) -> int:
+    """Data parallel replicas: the global batch is split over these and not over all processes."""
+    layout = _declared(strategy, world_size)
+    return layout.dp if layout else world_size
+
+
+def _declared(strategy: Choice | None, world_size: int) -> Layout | None:
+    plugin = plugins.find("strategies", strategy.name) if strategy else None
+    declare = getattr(plugin, "layout", None)
+    if strategy is None or declare is None:
+        return None
+    layout: Layout = declare(strategy.options, world_size)
+    return layout

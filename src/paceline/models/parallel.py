@@ -1,0 +1,164 @@
+"""What each rank of a parallel layout holds and sends, by formulas (docs/layouts.md derives them).
+
+Letters: A bytes of the activations between layers for all tokens of a rank's step; L layers of the rank; E weights that
+it holds before sharding; G micro batches; n size of the dimension; r and b bytes of a reduced gradient and of a weight
+or activation in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.experiment.layout import Layout
+from paceline.experiment.spec import Training
+from paceline.models.adapters import DTYPE_BYTES
+from paceline.models.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Weights of one rank before sharding over data parallel ranks: of its blocks, and of embedding, head and last
+    norm. norms: those that every tensor parallel rank has whole and whose gradients it sums."""
+
+    blocks: int
+    root: int
+    norms: int
+
+    @property
+    def total(self) -> int:
+        return self.blocks + self.root
+
+
+def held(shape: Shape, layout: Layout, rank: int) -> Held:
+    """The weights of a rank. Products and tables are split over tensor parallel ranks; norms are not."""
+    tp, h = layout.tp, shape.hidden
+    norm = h * (2 if shape.norm == "layernorm" else 1)
+    joined, wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
+    split = joined * h + h * shape.heads * shape.head_dim + wide * h + h * shape.ffn
+    biases = (joined + wide) // tp + 2 * h if shape.bias else 0
+    layers = layout.layer_count(rank, shape.layers)
+    first, last = layout.has_first(rank), layout.has_last(rank)
+    part = -(-shape.vocab // tp)
+    words = max(0, min(part, shape.vocab - layout.coordinates(rank)["tp"] * part))
+    same_stage = layout.stages == 1 and shape.tied
+    tables = (first + last - same_stage) * words * h
+    positions = shape.context * h if first and shape.positions == "learned" else 0
+    return Held(
+        blocks=layers * (2 * norm + split // tp + biases),
+        root=tables + positions + last * norm,
+        norms=layers * 2 * norm + last * norm,
+    )
+
+
+def twice_held(shape: Shape, layout: Layout) -> int:
+    """Weights of a tied head that a pipeline holds in its first and in its last stage."""
+    return shape.vocab * shape.hidden if shape.tied and layout.pp > 1 else 0
+
+
+def attention_calls(layout: Layout, rank: int, layers: int, micro_batches: int) -> int:
+    """Calls of the attention kernel in one forward pass of a step: a ring calls it once per rank of the ring."""
+    times = layout.cp if layout.ring else 1
+    return layout.layer_count(rank, layers) * micro_batches * times
+
+
+def micro_batches(layout: Layout, training: Training) -> int:
+    """Forward passes of a step through each stage."""
+    return (layout.micro_batches or training.accumulation) if layout.pp > 1 else training.accumulation
+
+
+def sent_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> Mapping[str, float] | None:
+    """Predicted bytes that a rank sends per optimizer step, by mesh dimension; None where there is no formula.
+
+    Activation checkpointing repeats the exchanges of the forward pass as far as torch recomputes them, which has no
+    formula.
+    """
+    if training.checkpointing != "none" and (layout.tp > 1 or layout.cp > 1):
+        return None
+    own = held(shape, layout, rank)
+    found = {
+        "tp": _tensor_bytes(shape, layout, training, rank, own),
+        "pp": _pipeline_bytes(shape, layout, training, rank),
+        "cp": _context_bytes(shape, layout, training, rank),
+        "shard": _shard_bytes(layout, training, own),
+        "replicate": _replicate_bytes(layout, training, own),
+    }
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "shard": layout.shard, "replicate": layout.replicate}
+    return {name: value for name, value in found.items() if sizes[name] > 1}
+
+
+FORMULAS: Mapping[str, str] = {
+    "tp": "(n-1)/n * A * (8L + 2 with the embedding + 2 with the head), and the scalars of the loss",
+    "pp": "A / tp (with sequence parallelism) to the next stage and back",
+    "cp": "ring: L * K,V * (4(n-1)b + 2n*4); ulysses: (n-1)/n * L * (4H + 4K)d * b per token",
+    "shard": "(n-1)/n * E * (G * b * (2 for blocks, 1 for the rest) + r)",
+    "replicate": "2(n-1)/n * E / shard * r",
+}
+
+
+def _tokens(layout: Layout, training: Training) -> int:
+    """Tokens of a step on one rank."""
+    return training.micro_batch * training.accumulation * training.sequence_length // layout.cp
+
+
+def _tensor_bytes(shape: Shape, layout: Layout, training: Training, rank: int, own: Held) -> float:
+    """Two exchanges per layer and direction. An all-reduce sends as much as the all-gather and the reduce-scatter that
+    replace it with sequence parallelism."""
+    b, tokens = DTYPE_BYTES[training.precision.compute], _tokens(layout, training)
+    activations, share = tokens * shape.hidden * b, (layout.tp - 1) / layout.tp
+    first, last = layout.has_first(rank), layout.has_last(rank)
+    # Learned positions are added before the sequence is split: an all-reduce and an all-gather, not one of each half.
+    ends = (3 if layout.sequence_parallel and shape.positions == "learned" else 2) * first + 2 * last
+    moved = share * activations * (8 * layout.layer_count(rank, shape.layers) + ends)
+    if last and layout.loss_parallel:
+        moved += 3 * 2 * share * tokens * 4
+    elif last:
+        moved += share * tokens * shape.vocab * b
+    if layout.sequence_parallel:
+        moved += 2 * share * own.norms * DTYPE_BYTES[training.precision.reduce]
+    return moved
+
+
+def _pipeline_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
+    b = DTYPE_BYTES[training.precision.compute]
+    split = layout.tp if layout.sequence_parallel else 1
+    activations = _tokens(layout, training) * shape.hidden * b / split
+    own, sends = layout.stages_of(rank), 0
+    for stage in own:
+        sends += stage + 1 < layout.stages and stage + 1 not in own
+        sends += stage > 0 and stage - 1 not in own
+    tied = 0.0
+    if twice_held(shape, layout) and not layout.v_shaped and (layout.has_first(rank) or layout.has_last(rank)):
+        parts = layout.tp * (layout.shard if layout.data_ranks > 1 else 1)
+        tied = twice_held(shape, layout) / parts * 4
+    return sends * activations + tied
+
+
+def _context_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
+    n, b, tokens = layout.cp, DTYPE_BYTES[training.precision.compute], _tokens(layout, training)
+    layers = layout.layer_count(rank, shape.layers)
+    if layout.ring:
+        elements = tokens * shape.kv_heads // layout.tp * shape.head_dim
+        return float(layers * elements * (4 * (n - 1) * b + 2 * n * 4))
+    heads = (shape.heads + shape.kv_heads) / layout.tp
+    return (n - 1) / n * layers * tokens * 4 * heads * shape.head_dim * b
+
+
+def _shard_bytes(layout: Layout, training: Training, own: Held) -> float:
+    b, r = DTYPE_BYTES[training.precision.compute], DTYPE_BYTES[training.precision.reduce]
+    share, reshards = (layout.shard - 1) / layout.shard, layout.reshard_after_forward and layout.pp == 1
+    gathers = training.accumulation if layout.pp == 1 else 1
+    reductions = training.accumulation if layout.sync_every_micro_batch else 1
+    return share * (gathers * b * (own.root + own.blocks * (2 if reshards else 1)) + reductions * r * own.total)
+
+
+def _replicate_bytes(layout: Layout, training: Training, own: Held) -> float:
+    n, r = layout.replicate, DTYPE_BYTES[training.precision.reduce]
+    reductions = training.accumulation if layout.sync_every_micro_batch else 1
+    return 2 * (n - 1) / n * own.total / layout.shard * r * reductions
+
+
+def predicted_total(shape: Shape, layout: Layout, training: Training) -> float | None:
+    """Bytes that the busiest rank sends per step."""
+    ranks = [sent_bytes(shape, layout, training, rank) for rank in range(layout.world_size)]
+    return max((sum(each.values()) for each in ranks if each is not None), default=None)

@@ -1,0 +1,37 @@
+"""Sharding over data parallel ranks with FSDP2: all of them, groups of them with replicas (HSDP), or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.experiment.layout import Layout
+from paceline.experiment.spec import RunSpec
+from paceline.training.strategies._mesh.stage import Stage
+
+
+def apply(stage: Stage, mesh: Any, layout: Layout, spec: RunSpec, *, offload: bool, reshard_to: int) -> None:
+    """Shard every block and then the rest over the dimensions `replicate` and `shard` of the mesh.
+
+    With shard=1 every rank keeps a whole copy, and the all-reduce of gradients overlaps with the backward pass.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    from paceline.training.strategies.fsdp2 import mixed_precision
+
+    ranks = mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"]
+    keeps = layout.pp > 1 or layout.shard == 1 or not layout.reshard_after_forward
+    reshard: bool | int = reshard_to or not keeps
+    # Pinned memory needs a GPU.
+    policy = CPUOffloadPolicy(pin_memory=spec.topology.device == "cuda") if offload else OffloadPolicy()
+    common: dict[str, Any] = {"mesh": ranks, "mp_policy": mixed_precision(spec), "offload_policy": policy}
+    for block in stage.blocks.values():
+        fully_shard(block, reshard_after_forward=reshard, **common)
+    fully_shard(stage, reshard_after_forward=False, **common)
+
+
+def prefetch(stage: Stage, depth: int) -> None:
+    """Gather the weights of the next `depth` blocks while one computes; torch's own depth is 1."""
+    blocks: list[Any] = list(stage.blocks.values())
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(number - depth, 0) : number][::-1])

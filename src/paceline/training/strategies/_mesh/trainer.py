@@ -1,0 +1,287 @@
+"""The training step of a mesh: forward and backward of this rank's stages, and a norm over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.contract import Seat
+from paceline.experiment.layout import Layout
+from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import load
+from paceline.training.decoder import DTYPES, IGNORED_LABEL
+from paceline.training.strategies._mesh import pipeline, tensor
+from paceline.training.strategies._mesh.context import part_of_sequence
+from paceline.training.strategies._mesh.stage import Stage, loss_of, parameters_of
+from paceline.training.strategies._torch import TorchTrainer, learning
+
+
+class MeshTrainer(TorchTrainer):
+    """Implements `contract.Trainer` for the stages of one rank.
+
+    A pipeline needs all micro batches of a step at once: they are collected, and the last call of `backward` runs the
+    schedule. The loss that `forward` returns is then filled in.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[int, Stage]],
+        spec: RunSpec,
+        seat: Seat,
+        layout: Layout,
+        mesh: Any,
+        context: Any,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.stages, self.spec, self.seat, self.layout, self.mesh = stages, spec, seat, layout, mesh
+        self.context, self.shape = context, load(spec.model)
+        at = layout.coordinates(seat.rank)
+        self.part: Tensor | None = None
+        if layout.cp > 1:
+            length = spec.training.sequence_length
+            self.part = part_of_sequence(length, at["cp"], layout.cp, ring=layout.ring).to(seat.torch_device)
+        module = nn.ModuleList(stage for _, stage in stages)
+        super().__init__(
+            module,
+            spec,
+            seat,
+            full_parameters=self._full_parameters,
+            sync=self._sync,
+            settings=settings,
+            prefix=f"stage.{at['pp']}." if layout.pp > 1 else "",
+        )
+        self.tied = self._tied_group()
+        self.interleaves = layout.pp > 1
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.schedule: Any = None
+        self.watch = pipeline.Stopwatch(seat.device)
+
+    # --- forward and backward ---
+
+    def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
+        if self.part is not None:
+            tokens, labels = tokens[:, self.part], labels[:, self.part]
+        self.normaliser = normaliser
+        if self.layout.pp > 1:
+            self.waiting.append((tokens, labels))
+            return torch.zeros((), device=self.seat.torch_device)
+        self.sync(last)
+        with self._loss_context():
+            loss = self._loss(self.stages[0][1](tokens), labels)
+        return _with_value(loss, self._total(loss, "cp"))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        if self.layout.pp == 1:
+            with self._loss_context():
+                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+        elif last:
+            loss.copy_(self._run_pipeline())
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Ranks of a context parallel group each have a part of the loss, and gradients are averaged over them."""
+        return loss * (self.layout.cp / self.training.accumulation)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of this rank's tokens. With tensor parallelism each rank has the logits of a part of the words."""
+        if self.layout.tp == 1:
+            return loss_of(logits, labels, self.normaliser, IGNORED_LABEL)
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        size = torch.Size((*logits.shape[:-1], self.shape.vocab))
+        stride = (size[1] * size[2], size[2], 1)
+        mesh = self.mesh["tp"]
+        whole: Any = DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, shape=size, stride=stride)
+        if not self.layout.loss_parallel:
+            return loss_of(whole.full_tensor(), labels, self.normaliser, IGNORED_LABEL)
+        same = DTensor.from_local(labels.contiguous(), mesh, [Replicate()], run_check=False)
+        count = DTensor.from_local(self.normaliser, mesh, [Replicate()], run_check=False)
+        loss: Any = loss_of(whole, same, count, IGNORED_LABEL)
+        return loss.full_tensor()  # type: ignore[no-any-return]
+
+    def _loss_context(self) -> contextlib.AbstractContextManager[Any]:
+        if self.layout.tp == 1 or not self.layout.loss_parallel:
+            return contextlib.nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
+
+    def _run_pipeline(self) -> Tensor:
+        tokens, labels = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
+        self.waiting.clear()
+        self.sync(False)
+        if self.schedule is None:
+            self.schedule = self._schedule(len(tokens))
+        losses: list[Tensor] = []
+        given = (tokens,) if self.layout.has_first(self.rank) else ()
+        more = {"return_outputs": False} if "return_outputs" in inspect.signature(self.schedule.step).parameters else {}
+        with self._loss_context():
+            target = labels if self.layout.has_last(self.rank) else None
+            self.schedule.step(*given, target=target, losses=losses, **more)
+        accumulation = self.training.accumulation / self.layout.cp
+        own = sum((loss.detach() for loss in losses), torch.zeros((), device=self.seat.torch_device))
+        return self._total(self._total(own * accumulation, "cp"), "pp")
+
+    def _schedule(self, batch: int) -> Any:
+        count = self.layout.micro_batches or self.training.accumulation
+        length, tp = self.training.sequence_length // self.layout.cp, self.layout.tp
+        rows, dtype = batch // count, DTYPES[self.training.precision.compute]
+        between = torch.empty(
+            (rows, length // (tp if self.layout.sequence_parallel else 1), self.shape.hidden),
+            dtype=dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        own_words = self._own_words()
+
+        def examples(stage: Stage) -> tuple[Tensor, Tensor]:
+            given = torch.empty((rows, length), dtype=torch.int64, device="meta") if stage.first else between
+            made = torch.empty((rows, length, own_words), dtype=dtype, device="meta", requires_grad=True)
+            return given, made if stage.last else between
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return self._scaled(self._loss(logits, labels))
+
+        group, device = self.mesh.get_group("pp"), self.seat.torch_device
+        return pipeline.schedule_of(self.stages, self.layout, group, device, count, examples, loss)
+
+    def _own_words(self) -> int:
+        """Words whose logits this rank has: consecutive parts of equal size, and what is left for the last ranks."""
+        part = -(-self.shape.vocab // self.layout.tp)
+        begin = self.layout.coordinates(self.rank)["tp"] * part
+        return max(0, min(part, self.shape.vocab - begin))
+
+    def _total(self, value: Tensor, dimension: str) -> Tensor:
+        """The sum over the ranks of a dimension, without a gradient."""
+        mesh = self.context if dimension == "cp" else self.mesh
+        if getattr(self.layout, dimension) == 1:
+            return value.detach()
+        total = value.detach().clone()
+        dist.all_reduce(total, group=mesh.get_group(dimension))
+        return total
+
+    def _sync(self, last: bool) -> None:
+        if self.layout.data_ranks > 1 and self.layout.pp == 1:
+            stage: Any = self.stages[0][1]
+            stage.set_requires_gradient_sync(last or self.layout.sync_every_micro_batch)
+
+    # --- update ---
+
+    def update(self) -> Tensor:
+        for parameter in learning(self.module):
+            gradient: Any = parameter.grad
+            # Norms under sequence parallelism: each rank has the sum over its part of the sequence.
+            if hasattr(gradient, "placements") and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        self._add_tied()
+        return super().update()
+
+    def clip(self) -> Tensor:
+        """Clip by the norm over all ranks. A part that several ranks hold counts once."""
+        total = torch.zeros((), device=self.seat.torch_device)
+        ranks = self.layout.world_size // self.layout.pp
+        apart = {id(p) for p in self._twice_held()}
+        for own, parameter in zip(self.stepped, learning(self.module), strict=True):
+            if id(parameter) not in apart:
+                squares = _local(own.grad).float().square().sum().to(total.device)
+                total += squares * (_pieces(own) / ranks)
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        factor = (self.training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for own in self.stepped:
+            gradient = _local(own.grad)
+            gradient.mul_(factor.to(gradient.device))
+        return norm
+
+    def _twice_held(self) -> list[Tensor]:
+        """Heads whose weight is also the embedding of another stage."""
+        return [stage.head.weight for _, stage in self.stages if stage.tied_apart]
+
+    def _tied_group(self) -> Any:
+        """The first and the last rank of this rank's pipeline, if the model ties embedding and head over stages."""
+        if not self.shape.tied or self.layout.pp == 1 or self.layout.v_shaped:
+            return None
+        column = self.layout.world_size // self.layout.pp
+        found = None
+        for first in range(column):
+            ranks = [first, first + (self.layout.pp - 1) * column]
+            group = dist.new_group(ranks, group_desc="mesh_pp")
+            found = group if self.seat.rank in ranks else found
+        return found
+
+    def _add_tied(self) -> None:
+        """Embedding and head of a tied model are two copies of one weight: both get the sum of their gradients."""
+        if not self.shape.tied or self.layout.pp == 1:
+            return
+        held = [*self._twice_held(), *(stage.embedding.weight for _, stage in self.stages if stage.first)]
+        if self.layout.v_shaped and held:
+            parts = [_local(parameter.grad) for parameter in held]
+            total = parts[0] + parts[1]
+            for part in parts:
+                part.copy_(total)
+        elif self.tied is not None:
+            for parameter in held:
+                dist.all_reduce(_local(parameter.grad), group=self.tied)
+
+    # --- weights ---
+
+    def _full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights in the decoder's order of names and rows; with a pipeline, sent by the rank that has them."""
+        held = [(stage, name, p) for _, stage in self.stages for name, p in stage.decoder_names()]
+        # A head that is tied to an embedding elsewhere is a copy.
+        own = {name: p for stage, name, p in held if not (stage.tied_apart and name == "embedding.weight")}
+        group = self.mesh.get_group("pp") if self.layout.pp > 1 else None
+        for name, size in parameters_of(self.shape).items():
+            value: Tensor | None = None
+            if name in own:
+                parameter: Any = own[name]
+                value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+                value = tensor.in_decoder_order(value.detach(), tensor.row_order(name, self.shape, self.layout.tp))
+            if group is not None:
+                value = self._from_owner(name, value, size, group)
+            assert value is not None
+            yield name, value
+
+    def _from_owner(self, name: str, value: Tensor | None, size: tuple[int, ...], group: Any) -> Tensor:
+        stage = self._stage_of(name)
+        owner = next(p for p in range(self.layout.pp) if stage in self.layout.stages_of(p * self._column))
+        if value is None:
+            dtype = self.stepped[0].dtype if self.masters is None else self.masters.parameters[0].dtype
+            value = torch.empty(size, dtype=dtype, device=self.seat.torch_device)
+        else:
+            value = value.to(self.seat.torch_device).contiguous()
+        dist.broadcast(value, dist.get_global_rank(group, owner), group=group)
+        return value
+
+    @property
+    def _column(self) -> int:
+        return self.layout.world_size // self.layout.pp
+
+    def _stage_of(self, name: str) -> int:
+        part = name.split(".")
+        if part[0] == "blocks":
+            layer, stages = int(part[1]), range(self.layout.stages)
+            return next(s for s in stages if layer in self.layout.layers_of(s, self.shape.layers))
+        return 0 if part[0] in ("embedding", "positions") else self.layout.stages - 1
+
+
+def _with_value(loss: Tensor, value: Tensor) -> Tensor:
+    """`loss` for its gradient, with another value to report."""
+    return loss + (value - loss.detach())
+
+
+def _local(value: Any) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value  # type: ignore[no-any-return]
+
+
+def _pieces(value: Any) -> int:
+    """Into how many distinct parts a DTensor is split; 1 for a plain tensor."""
+    pieces = 1
+    for dimension, placement in enumerate(getattr(value, "placements", ())):
+        pieces *= 1 if placement.is_replicate() else value.device_mesh.size(dimension)
+    return pieces

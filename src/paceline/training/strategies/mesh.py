@@ -1,0 +1,323 @@
+"""Any mix of data, tensor, pipeline and context parallelism with FSDP2 sharding, on torch's own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.contract import Seat, Trainer
+from paceline.errors import require
+from paceline.experiment.choices import Choice
+from paceline.experiment.layout import SCHEDULES, Layout
+from paceline.experiment.plugins import parse_options
+from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import load
+from paceline.models.shape import Shape
+
+if TYPE_CHECKING:
+    from paceline.training.strategies._mesh.stage import Stage
+
+PADS_SHARDS = True
+SHORT_NAMES = {
+    "hsdp": "replicas of groups that shard weights, gradients and optimizer state: mesh:shard=N.",
+    "tp": "every layer split over the processes of a node: mesh:tp=N.",
+    "pp": "consecutive layers on each process: mesh:pp=N.",
+    "cp": "sequences split over all processes: mesh:cp=N.",
+    "3d": "pipelines of 2, layers split in 2, data parallel over the rest: mesh:tp=2,pp=2,shard=N.",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """dp x cp x tp x pp is the number of processes; dp=0 takes what remains. shard: how many of the dp x cp ranks share
+    one copy of the weights.
+
+    Tensor: sequence splits activations between layers too; loss_parallel computes the loss on parts of the vocabulary;
+    async_tp overlaps the exchanges with products. Pipeline: schedule, virtual stages per rank and micro_batches per
+    step (0: the schedule's number, and the accumulation). Context: attention is ring or ulysses. FSDP2: prefetch
+    blocks, reshard_after_forward, reshard_to a smaller group, offload to the CPU, sync_every_micro_batch.
+    """
+
+    dp: int = 0
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    shard: int = 1
+    sequence: bool = True
+    loss_parallel: bool = True
+    async_tp: bool = False
+    schedule: str = "1f1b"
+    virtual: int = 0
+    micro_batches: int = 0
+    attention: str = "ring"
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    reshard_to: int = 0
+    offload: bool = False
+    sync_every_micro_batch: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cp", "tp", "pp", "ep", "shard", "prefetch"):
+            require(getattr(self, name) >= 1, f"mesh.{name}", getattr(self, name), "a whole number from 1")
+        for name in ("dp", "virtual", "micro_batches", "reshard_to"):
+            require(getattr(self, name) >= 0, f"mesh.{name}", getattr(self, name), "a whole number from 0")
+        require(self.schedule in SCHEDULES, "mesh.schedule", self.schedule, ", ".join(SCHEDULES))
+        require(self.attention in ("ring", "ulysses"), "mesh.attention", self.attention, "ring or ulysses")
+
+
+def expand(name: str, options: Mapping[str, Any], nodes: int, processes_per_node: int) -> dict[str, Any]:
+    """The options that a short name stands for on so many processes; given options win."""
+    world_size = nodes * processes_per_node
+    usual: dict[str, dict[str, int]] = {
+        # Shards inside a node and replicas across nodes; two replicas on one node.
+        "hsdp": {"shard": processes_per_node if nodes > 1 else max(1, world_size // 2)},
+        "tp": {"tp": processes_per_node},
+        "pp": {"pp": world_size},
+        "cp": {"cp": world_size},
+        "3d": {"tp": 2, "pp": 2, "shard": max(1, world_size // 4)},
+    }
+    return {**usual[name], **options}
+
+
+def layout(options: Mapping[str, Any], world_size: int) -> Layout:
+    """The degrees. A product that is not the number of processes is left for `check` to report."""
+    chosen = parse_options(Options, Choice("mesh", options))
+    _, virtual, v_shaped = SCHEDULES[chosen.schedule]
+    pipelined = chosen.pp > 1
+    return Layout(
+        dp=chosen.dp or max(1, world_size // (chosen.cp * chosen.tp * chosen.pp)),
+        cp=chosen.cp,
+        tp=chosen.tp,
+        pp=chosen.pp,
+        shard=chosen.shard,
+        virtual=(chosen.virtual or virtual) if pipelined else 1,
+        v_shaped=v_shaped and pipelined,
+        sequence_parallel=chosen.sequence and chosen.tp > 1,
+        loss_parallel=chosen.loss_parallel and chosen.tp > 1,
+        ring=chosen.attention == "ring",
+        schedule=chosen.schedule if pipelined else "",
+        micro_batches=chosen.micro_batches or None,
+        reshard_after_forward=chosen.reshard_after_forward,
+        sync_every_micro_batch=chosen.sync_every_micro_batch,
+    )
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    chosen = parse_options(Options, spec.strategy)
+    degrees, shape = layout(spec.strategy.options, spec.topology.world_size), load(spec.model)
+    if degrees.world_size != spec.topology.world_size:
+        return f"the layout needs {degrees.factors()} processes, got {spec.topology.world_size}"
+    reasons = (
+        _unsupported_training(spec, chosen),
+        _unsharded(degrees, chosen),
+        _indivisible_heads(shape, degrees),
+        _indivisible_sequence(spec, degrees),
+        _unscheduled(spec, shape, degrees),
+    )
+    return next((reason for reason in reasons if reason), None)
+
+
+def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
+    if spec.tuning is not None:
+        return "the strategy mesh trains the reference decoder only, and not fine-tuned models"
+    if spec.training.precision.compute == "fp16":
+        return "fp16 needs a loss scaler that sees the overflow of every rank, which mesh does not have; use bf16"
+    if chosen.ep > 1:
+        return f"ep={chosen.ep} needs a mixture of experts, which the reference decoder does not have"
+    if chosen.async_tp and spec.topology.device == "cpu":
+        return "async_tp needs CUDA's symmetric memory, which a CPU does not have"
+    if chosen.async_tp and not (spec.training.compile and chosen.tp > 1 and chosen.sequence):
+        return (
+            "async_tp is a pass of torch.compile over sequence parallel layers: it needs tp > 1, sequence and compile"
+        )
+    if spec.training.compile and chosen.pp > 1 and SCHEDULES[chosen.schedule][1] > 1:
+        return f"the schedule {chosen.schedule} splits the backward pass, which torch.compile does not support"
+    return None
+
+
+def _unsharded(degrees: Layout, chosen: Options) -> str | None:
+    if degrees.data_ranks % degrees.shard:
+        return f"shard {degrees.shard} does not divide dp {degrees.dp} x cp {degrees.cp} = {degrees.data_ranks}"
+    if chosen.reshard_to and (degrees.shard % chosen.reshard_to or degrees.pp > 1):
+        return f"reshard_to {chosen.reshard_to} needs to divide shard {degrees.shard}, without a pipeline"
+    if chosen.offload and degrees.data_ranks == 1:
+        return "offload is an option of FSDP2, which needs dp x cp > 1"
+    return None
+
+
+def _indivisible_heads(shape: Shape, degrees: Layout) -> str | None:
+    tp, cp = degrees.tp, degrees.cp
+    for name, count in (("query heads", shape.heads), ("KV heads", shape.kv_heads), ("MLP columns", shape.ffn)):
+        if count % tp:
+            return f"tp {tp} does not divide the {count} {name} of {shape.name}"
+    if cp > 1 and not degrees.ring and shape.kv_heads // tp % cp:
+        own = f"{shape.kv_heads // tp} KV heads of each rank" if tp > 1 else f"{shape.kv_heads} KV heads"
+        return f"ulysses exchanges whole heads, and cp {cp} does not divide the {own} of {shape.name}; use ring"
+    return None
+
+
+def _indivisible_sequence(spec: RunSpec, degrees: Layout) -> str | None:
+    length, parts = spec.training.sequence_length, degrees.cp * (2 if degrees.ring and degrees.cp > 1 else 1)
+    if length % parts:
+        how = "ring" if degrees.ring else "ulysses"
+        return f"attention={how} with cp {degrees.cp} needs a sequence length that {parts} divides, got {length}"
+    if degrees.sequence_parallel and length // degrees.cp % degrees.tp:
+        parts = degrees.tp * degrees.cp
+        return f"sequence parallelism with tp {degrees.tp} x cp {degrees.cp} = {parts} does not divide length {length}"
+    return None
+
+
+def _unscheduled(spec: RunSpec, shape: Shape, degrees: Layout) -> str | None:
+    if degrees.pp == 1:
+        return None
+    name, training = degrees.schedule, spec.training
+    _, usual, v_shaped = SCHEDULES[name]
+    if (degrees.virtual != usual) if usual == 1 or v_shaped else degrees.virtual < 2:
+        return f"the schedule {name} has {usual} stages per rank, got virtual={degrees.virtual}"
+    if degrees.stages > shape.layers:
+        stages = f"pp {degrees.pp} x virtual {degrees.virtual} = {degrees.stages} stages"
+        return f"{stages} exceed the {shape.layers} layers of {shape.name}"
+    batch = training.micro_batch * training.accumulation
+    count = degrees.micro_batches or training.accumulation
+    if batch % count:
+        return f"micro_batches={count} does not divide the {batch} sequences of a replica's step"
+    least = {"1f1b": degrees.stages, "zbv": degrees.stages, "dualpipev": degrees.stages}.get(name, 1)
+    rounds = max(1, count // degrees.pp)
+    if count < least:
+        return f"the schedule {name} with {degrees.stages} stages needs at least {least} micro batches, got {count}"
+    if degrees.virtual > 1 and not v_shaped and count % rounds:
+        return f"the schedule {name} needs micro batches in {rounds} equal rounds of about pp {degrees.pp}, got {count}"
+    return None
+
+
+def sharded_parts(options: Mapping[str, Any]) -> int | None:
+    return None
+
+
+def reductions_per_step(options: Mapping[str, Any], accumulation: int) -> int:
+    return accumulation if options.get("sync_every_micro_batch", False) is True else 1
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    """The recipe: split the model into stages, then each stage by tensors, sequences and shards."""
+    from paceline.training.decoder import DTYPES
+    from paceline.training.strategies._mesh import stage as stages_of
+    from paceline.training.strategies._mesh.tensor import row_order
+    from paceline.training.strategies._mesh.trainer import MeshTrainer
+
+    assert spec.strategy is not None
+    chosen = parse_options(Options, spec.strategy)
+    degrees, shape = layout(spec.strategy.options, seat.world_size), load(spec.model)
+    mesh, context_mesh = meshes(degrees, seat)
+    stages = pipeline(spec, shape, degrees, seat)
+    for _, stage in stages:
+        tensor(stage, degrees, mesh)
+        context(stage, degrees, context_mesh, spec)
+        stages_of.fill(
+            stage,
+            spec.seed,
+            spec.training.precision.compute,
+            seat.torch_device,
+            lambda name, _: row_order(name, shape, degrees.tp),
+        )
+        if degrees.data_ranks == 1:
+            stage.to(DTYPES[spec.training.precision.reduce])
+        checkpointing(stage, spec)
+        compile_stage(stage, degrees, mesh, chosen, spec)
+        shard(stage, degrees, mesh, chosen, spec)
+    return MeshTrainer(stages, spec, seat, degrees, mesh, context_mesh, settings_of(chosen, degrees))
+
+
+def settings_of(chosen: Options, degrees: Layout) -> dict[str, Any]:
+    """All options and the degrees that they became, for the record."""
+    return {**asdict(chosen), "dp": degrees.dp, "virtual": degrees.virtual, "replicate": degrees.replicate}
+
+
+def meshes(degrees: Layout, seat: Seat) -> tuple[Any, Any]:
+    """The mesh of weights (pp, replicate, shard, tp) and, with context parallelism, that of data (..., dp, cp, ...).
+
+    Both number the ranks alike; sharding may cross replicas and parts of a sequence.
+    """
+    weights = {"pp": degrees.pp, "replicate": degrees.replicate, "shard": degrees.shard, "tp": degrees.tp}
+    mesh = _mesh(weights, seat)
+    if degrees.cp == 1:
+        return mesh, None
+    data = {"stages": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "parts": degrees.tp}
+    return mesh, _mesh(data, seat)["cp"]
+
+
+def _mesh(sizes: Mapping[str, int], seat: Seat) -> Any:
+    """A mesh whose dimensions all have groups of their own, so that their traffic can be told apart: torch would use
+    the group of all processes for a dimension of that size."""
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    own: dict[Any, Any] = {name: str(dist.get_backend()) for name, size in sizes.items() if size == seat.world_size > 1}
+    return device_mesh.init_device_mesh(
+        seat.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own
+    )
+
+
+def pipeline(spec: RunSpec, shape: Shape, degrees: Layout, seat: Seat) -> list[tuple[int, Stage]]:
+    """This rank's stages with their numbers, on the meta device; one without a pipeline."""
+    import torch
+
+    from paceline.training.strategies._mesh.stage import Stage
+
+    compute, last = spec.training.precision.compute, degrees.stages - 1
+    with torch.device("meta"):
+        return [
+            (i, Stage(shape, compute, degrees.layers_of(i, shape.layers), first=i == 0, last=i == last))
+            for i in degrees.stages_of(seat.rank)
+        ]
+
+
+def tensor(stage: Stage, degrees: Layout, mesh: Any) -> None:
+    from paceline.training.strategies._mesh import tensor as parallel
+
+    if degrees.tp > 1:
+        parallel.apply(stage, mesh["tp"], sequence_parallel=degrees.sequence_parallel)
+
+
+def context(stage: Stage, degrees: Layout, mesh: Any, spec: RunSpec) -> None:
+    from paceline.training.strategies._mesh import context as parallel
+
+    if degrees.cp > 1:
+        parallel.apply(stage, mesh, spec.training.sequence_length, ring=degrees.ring)
+
+
+def checkpointing(stage: Stage, spec: RunSpec) -> None:
+    from paceline.training.decoder import block_runner
+
+    stage.run_block = block_runner(spec.training.checkpointing)
+
+
+def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spec: RunSpec) -> None:
+    """Compile each block, or the whole stage under tensor parallelism, whose hooks belong in one graph."""
+    if not spec.training.compile:
+        return
+    if chosen.async_tp:
+        import torch._inductor.config as inductor
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        inductor._micro_pipeline_tp = True
+        enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+    if degrees.tp > 1:
+        stage.compile()
+        return
+    for block in stage.blocks.values():
+        block.compile()
+
+
+def shard(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spec: RunSpec) -> None:
+    """Average gradients over the data parallel ranks, and shard over them as far as `shard` says."""
+    from paceline.training.strategies._mesh import shard as parallel
+
+    if degrees.data_ranks == 1:
+        return
+    parallel.apply(stage, mesh, degrees, spec, offload=chosen.offload, reshard_to=chosen.reshard_to)
+    if chosen.prefetch > 1:
+        parallel.prefetch(stage, chosen.prefetch)

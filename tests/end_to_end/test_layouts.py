@@ -1,0 +1,85 @@
+"""Every layout of the strategy mesh on real processes: certified against one process, and every byte explained."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.experiment.layout import layout_of
+from paceline.models import parallel
+from paceline.models.arithmetic import wire_factor
+from paceline.results.records import RunRecord
+
+pytestmark = pytest.mark.slow
+
+TWO = (
+    "mesh:tp=2",
+    "mesh:tp=2,sequence=false,loss_parallel=false",
+    "mesh:pp=2",
+    "mesh:cp=2",
+    "mesh:cp=2,attention=ulysses",
+)
+FOUR = ("mesh:shard=2,prefetch=2", "mesh:tp=2,shard=2", "ddp")
+EIGHT = ("mesh:tp=2,pp=2,shard=2",)
+
+
+@pytest.fixture(scope="module")
+def layouts(campaign: Callable[..., Any]) -> Any:
+    matrix = [
+        {"strategy": list(TWO)},
+        {"strategy": list(FOUR), "processes": [4]},
+        {"strategy": list(EIGHT), "processes": [8]},
+    ]
+    return campaign("layouts", matrix, model="tiny:hidden=64", micro_batch=2, steps=3)
+
+
+def runs(layouts: Any) -> list[RunRecord]:
+    return [record for record in layouts.records if not record.is_reference]
+
+
+def test_every_layout_is_certified(layouts: Any) -> None:
+    assert layouts.code == 0, layouts.stdout + layouts.stderr
+    assert len(runs(layouts)) == len(TWO) + len(FOUR) + len(EIGHT)
+    assert len({record.spec.work for record in layouts.records}) == 1, "one reference serves them all"
+    for certificate in layouts.report["certificates"]:
+        failed = [(c["name"], c["observed"]) for c in certificate["checks"] if not c["ok"]]
+        assert failed == [], certificate["run"]
+
+
+def test_samples_are_counted_once(layouts: Any) -> None:
+    for record in runs(layouts):
+        layout = layout_of(record.spec)
+        tokens: Counter[int] = Counter()
+        for sample in record.steps:
+            tokens[sample.step] += sample.tokens
+            leader = layout.leader(sample.rank)
+            assert sample.leader == (None if leader == sample.rank else leader)
+        assert set(tokens.values()) == {8 * 32}, record.spec.run_id
+
+
+@pytest.mark.parametrize("strategy", [*TWO, *FOUR[:-1], *EIGHT])
+def test_bytes_of_every_dimension_match_their_formula(layouts: Any, strategy: str) -> None:
+    record = layouts.record(strategy)
+    layout = layout_of(record.spec)
+    for rank in range(layout.world_size):
+        predicted = parallel.sent_bytes(record.shape, layout, record.spec.training, rank)
+        counted: Counter[str] = Counter()
+        own = [w for w in record.wire if w.rank == rank and w.group_size > 1 and w.dimension]
+        for w in own:
+            counted[w.dimension] += w.payload_bytes * wire_factor(w.operation, w.group_size)
+        steps = len({w.step for w in own})
+        # The loss of a step is summed over cp and pp: some scalars.
+        found = {dimension: size / steps for dimension, size in counted.items()}
+        assert found == {k: pytest.approx(v, rel=1e-3, abs=64) for k, v in (predicted or {}).items()}, rank
+
+
+def test_comparisons_cover_layouts_with_other_accumulations(layouts: Any) -> None:
+    """Four processes: DDP has four replicas and tp=2 two, so they accumulate differently for the same global batch."""
+    names = ("ddp", "mesh:tp=2,shard=2")
+    assert {layouts.record(name).spec.training.accumulation for name in names} == {1, 2}
+    texts = [json.dumps(recommendation) for recommendation in layouts.report["recommendations"]]
+    assert any(all(name in text for name in names) for text in texts)

@@ -1,0 +1,117 @@
+"""The arithmetic of layouts: who holds what, what short names stand for, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.errors import RequestError
+from paceline.experiment import plugins
+from paceline.experiment.choices import Choice
+from paceline.experiment.layout import SCHEDULES, Layout, layout_of
+from paceline.experiment.spec import RunSpec
+
+
+def refusal(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    reason: str | None = plugins.load("strategies", spec.strategy.name).check(spec)
+    return reason
+
+
+def test_every_rank_has_its_own_place() -> None:
+    layout = Layout(dp=2, cp=2, tp=2, pp=2)
+    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.world_size)]
+    assert len(set(places)) == 16
+    assert [layout.coordinates(rank)["tp"] for rank in range(4)] == [0, 1, 0, 1], "tp is the fastest"
+    assert [layout.leader(rank) for rank in range(16)] == [0, 0, 0, 0, 4, 4, 4, 4] * 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("layers", [8, 11])
+def test_stages_cover_all_layers_once(name: str, layers: int) -> None:
+    _, virtual, v_shaped = SCHEDULES[name]
+    layout = Layout(pp=4, virtual=virtual, v_shaped=v_shaped, schedule=name)
+    stages = [stage for rank in range(4) for stage in layout.stages_of(rank)]
+    assert sorted(stages) == list(range(4 * virtual))
+    assert [layer for stage in range(layout.stages) for layer in layout.layers_of(stage, layers)] == list(range(layers))
+    assert layout.has_last(0 if v_shaped else 3)
+
+
+@pytest.mark.parametrize(
+    ("short", "processes", "expected"),
+    [
+        ("hsdp", 8, "mesh:shard=4"),
+        ("tp", 4, "mesh:tp=4"),
+        ("tp:tp=2,sequence=false", 4, "mesh:tp=2,sequence=false"),
+        ("pp:schedule=zbv", 2, "mesh:pp=2,schedule=zbv"),
+        ("cp", 2, "mesh:cp=2"),
+        ("3d", 8, "mesh:tp=2,pp=2,shard=2"),
+        ("ddp", 8, "ddp"),
+    ],
+)
+def test_short_names(short: str, processes: int, expected: str) -> None:
+    assert str(plugins.expanded("strategies", Choice.parse(short), 1, processes)) == expected
+
+
+def test_hsdp_shards_inside_a_node() -> None:
+    assert str(plugins.expanded("strategies", Choice("hsdp"), 4, 8)) == "mesh:shard=8"
+
+
+def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec("mesh:tp=2,pp=2", processes=8, micro_batch=2, accumulation=4)
+    assert layout_of(spec).dp == 2
+    assert spec.global_batch == 2 * 4 * 2
+    assert make_spec("ddp", processes=8, micro_batch=2, accumulation=1).work == spec.work, "the same work"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "reason"),
+    [
+        ("mesh:dp=2,tp=2,pp=2", {"processes": 4}, "dp 2 x cp 1 x tp 2 x pp 2 = 8 processes, got 4"),
+        ("mesh:tp=3", {"processes": 8}, "dp 2 x cp 1 x tp 3 x pp 1 = 6 processes, got 8"),
+        ("mesh:tp=4", {"processes": 4}, "tp 4 does not divide the 2 KV heads of tiny-llama"),
+        ("mesh:shard=3", {"processes": 4}, "shard 3 does not divide dp 4 x cp 1 = 4"),
+        ("mesh:cp=4,attention=ulysses", {"processes": 4}, "cp 4 does not divide the 2 KV heads"),
+        ("mesh:cp=2", {"processes": 2, "sequence_length": 30}, "needs a sequence length that 4 divides, got 30"),
+        ("mesh:pp=4", {"processes": 4, "accumulation": 4}, "= 4 stages exceed the 2 layers"),
+        ("mesh:pp=2", {"processes": 2, "accumulation": 1}, "needs at least 2 micro batches, got 1"),
+        ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "has 1 stages per rank, got virtual=2"),
+        ("mesh:tp=2", {"processes": 2, "precision": "fp16/fp32"}, "fp16 needs a loss scaler"),
+        ("mesh:tp=2,async_tp=true", {"processes": 2}, "symmetric memory"),
+        ("mesh:ep=2", {"processes": 2}, "ep=2 needs a mixture of experts"),
+    ],
+)
+def test_refused_in_one_sentence(
+    make_spec: Callable[..., RunSpec], strategy: str, fields: dict[str, Any], reason: str
+) -> None:
+    spec = make_spec(strategy, **{"model": "tiny-llama", "sequence_length": 32} | fields)
+    assert reason in (refusal(spec) or "")
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(RequestError, match=r"mesh.schedule: got '1f2b', expected gpipe, 1f1b"):
+        plugins.load("strategies", "mesh").Options(schedule="1f2b")
+    with pytest.raises(RequestError, match=r"mesh.tp: got 0"):
+        plugins.load("strategies", "mesh").Options(tp=0)
+
+
+def test_the_picture_says_which_rank_holds_what() -> None:
+    layout = Layout(dp=2, tp=2, pp=2, shard=2, schedule="1f1b")
+    assert layout.picture(4) == [
+        "rank 0  replica 0  layers 0-1 + embedding  part 1 of 2 of every layer  shard 1 of 2",
+        "rank 1  replica 0  layers 0-1 + embedding  part 2 of 2 of every layer  shard 1 of 2",
+        "rank 2  replica 1  layers 0-1 + embedding  part 1 of 2 of every layer  shard 2 of 2",
+        "rank 3  replica 1  layers 0-1 + embedding  part 2 of 2 of every layer  shard 2 of 2",
+        "rank 4  replica 0  layers 2-3 + head  part 1 of 2 of every layer  shard 1 of 2",
+        "rank 5  replica 0  layers 2-3 + head  part 2 of 2 of every layer  shard 1 of 2",
+        "rank 6  replica 1  layers 2-3 + head  part 1 of 2 of every layer  shard 2 of 2",
+        "rank 7  replica 1  layers 2-3 + head  part 2 of 2 of every layer  shard 2 of 2",
+    ]
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    assert Layout(pp=4, schedule="gpipe").bubble_ratio(4) == pytest.approx(3 / 7)
+    assert Layout(pp=4, virtual=2, schedule="interleaved-1f1b").bubble_ratio(8) == pytest.approx(3 / 19)
+    assert Layout(pp=4, virtual=2, schedule="zbv").bubble_ratio(8) is None

@@ -1,0 +1,48 @@
+"""Weights and bytes of each rank by formula; `end_to_end/test_layouts.py` counts the same bytes in real runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.experiment.choices import Choice
+from paceline.experiment.layout import Layout
+from paceline.experiment.spec import Precision, Training
+from paceline.models import arithmetic, parallel
+
+GPT = arithmetic.load(Choice("tiny", {"hidden": 64}))
+LLAMA = arithmetic.load(Choice("tiny-llama", {"hidden": 64, "layers": 4}))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, shard=2), Layout(pp=2), Layout(pp=2, dp=3)])
+def test_a_pipeline_holds_every_weight_once(layout: Layout) -> None:
+    column = layout.world_size // layout.pp
+    for shape in (GPT, LLAMA):
+        held = sum(parallel.held(shape, layout, rank).total for rank in range(0, layout.world_size, column))
+        assert held == arithmetic.parameters(shape) + parallel.twice_held(shape, layout)
+
+
+def test_tensor_parallel_ranks_hold_norms_and_output_biases_whole() -> None:
+    layout = Layout(tp=2)
+    llama = [parallel.held(LLAMA, layout, rank) for rank in (0, 1)]
+    assert sum(each.total for each in llama) - llama[0].norms == arithmetic.parameters(LLAMA)
+    gpt = [parallel.held(GPT, layout, rank) for rank in (0, 1)]
+    whole = gpt[0].norms + GPT.layers * 2 * GPT.hidden + GPT.context * GPT.hidden
+    assert sum(each.total for each in gpt) - whole == arithmetic.parameters(GPT)
+
+
+def test_bytes_by_hand() -> None:
+    """One sequence of 32 tokens in fp32: A = 32 * 64 * 4 = 8,192 bytes."""
+    training = Training(sequence_length=32, micro_batch=1, precision=Precision(compute="fp32", reduce="fp32"))
+    both = Layout(tp=2, sequence_parallel=True, loss_parallel=True)
+    norms = (2 * 4 + 1) * 64 * 4
+    expected = 0.5 * 8192 * (8 * 4 + 2 + 2) + 3 * 2 * 0.5 * 32 * 4 + 2 * 0.5 * norms
+    assert parallel.sent_bytes(LLAMA, both, training, 0) == {"tp": expected}
+    assert parallel.sent_bytes(LLAMA, Layout(pp=2, schedule="1f1b"), training, 0) == {"pp": 8192}
+    # K and V of 16 tokens, 2 heads, 16 wide; forward and backward once around, their gradients a whole turn.
+    ring = parallel.sent_bytes(LLAMA, Layout(cp=2), training, 0)
+    assert ring is not None
+    assert ring["cp"] == 4 * (16 * 2 * LLAMA.head_dim) * (4 * 4 + 2 * 2 * 4)
+    assert ring["replicate"] == arithmetic.parameters(LLAMA) * 4
+    hsdp = parallel.sent_bytes(LLAMA, Layout(dp=4, shard=2), training, 0)
+    count, root = arithmetic.parameters(LLAMA), arithmetic.root_parameters(LLAMA)
+    assert hsdp == {"shard": 0.5 * 4 * (root + 2 * (count - root) + count), "replicate": count / 2 * 4}

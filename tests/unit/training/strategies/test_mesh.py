@@ -1,0 +1,108 @@
+"""Schedules of a pipeline and options of FSDP2 on two forked ranks: the loss and the norm of one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.experiment.choices import Choice
+from paceline.experiment.layout import replicas_of
+from paceline.experiment.spec import RunSpec
+
+MODEL = "tiny:layers=4,hidden=32,heads=2,vocab=63"
+TWO_RANKS = (
+    *(f"mesh:pp=2,schedule={name}" for name in ("gpipe", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble")),
+    *(f"mesh:pp=2,schedule={name}" for name in ("zbv", "dualpipev")),
+    "mesh:pp=2,schedule=gpipe,micro_batches=2",
+    "mesh:tp=2",
+    "mesh:shard=2,offload=true",
+    "mesh:shard=2,reshard_after_forward=false,sync_every_micro_batch=true",
+)
+TIMEOUT_S = 120
+
+
+def train(spec: RunSpec, rank: int) -> tuple[float, float, list[str], list[str]]:
+    """Loss and norm of the second step, and the digests of the weights before and after."""
+    import torch
+
+    from paceline.contract import Seat
+    from paceline.experiment.plugins import load
+    from paceline.models.arithmetic import load as load_shape
+    from paceline.training.data.corpus import Partition, open_data
+    from paceline.training.instruments import attention_backends, digest_parameters
+
+    assert spec.strategy is not None
+    plugin = load("strategies", spec.strategy.name)
+    assert plugin.check(spec) is None
+    seat = Seat(rank=rank, local_rank=rank, world_size=spec.topology.world_size, device="cpu")
+    corpus, partition = open_data(spec, load_shape(spec.model).vocab), Partition.of(spec, rank)
+    with attention_backends("cpu"):
+        trainer = plugin.wrap(spec, seat)
+        start = digest_parameters(trainer.full_parameters())
+        for step in range(2):
+            batch = partition.step_batch(corpus, step)
+            total = torch.zeros(())
+            for number, micro in enumerate(batch.micro_batches):
+                tokens, last = torch.from_numpy(micro), number + 1 == len(batch.micro_batches)
+                loss = trainer.forward(tokens[:, :-1], tokens[:, 1:], torch.tensor(batch.normaliser), last)
+                trainer.backward(loss, last)
+                total += loss.detach()
+            norm = trainer.update()
+        end = digest_parameters(trainer.full_parameters())
+    return float(total) / len(batch.micro_batches), float(norm), [start.digest], [end.digest]
+
+
+def rank_main(rank: int, specs: list[RunSpec], store: str, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for spec in specs:
+        answers.put((str(spec.strategy), rank, train(spec, rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(make_spec: Callable[..., RunSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of all ranks by strategy, and of one process under "single"."""
+    common: dict[str, Any] = {"model": MODEL, "sequence_length": 8, "micro_batch": 1, "clip_norm": 0.1}
+    single = make_spec("single", processes=1, accumulation=8, **common)
+    specs = [
+        make_spec(name, processes=2, accumulation=8 // replicas_of(Choice.parse(name), 2), **common)
+        for name in TWO_RANKS
+    ]
+    assert {spec.work for spec in specs} == {single.work}
+    store = str(Path(tmp_path_factory.mktemp("mesh")) / "store")
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(rank, specs, store, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found: dict[str, Any] = {}
+    try:
+        for _ in range(2 * len(specs)):
+            name, rank, result = answers.get(timeout=TIMEOUT_S)
+            found.setdefault(name, {})[rank] = result
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+    return found | {"single": train(single, 0)}
+
+
+@pytest.mark.parametrize("strategy", TWO_RANKS)
+def test_loss_norm_and_weights_are_those_of_one_process(trained: dict[str, Any], strategy: str) -> None:
+    loss, norm, start, _ = trained["single"]
+    ranks = trained[strategy]
+    # Ranks of one replica report its loss; of two replicas, the mean counts.
+    assert sum(result[0] for result in ranks.values()) / 2 == pytest.approx(loss, rel=1e-5)
+    for result in ranks.values():
+        assert result[1] == pytest.approx(norm, rel=1e-5)
+        assert result[2] == start
+        assert result[3] == ranks[0][3] != start
