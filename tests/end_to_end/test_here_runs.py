@@ -257,3 +257,58 @@ def test_ranks_inside_mpirun(tmp_path: Path, environment: Callable[..., dict[str
     (record,) = records(tmp_path)
     assert record.status == "ok"
     assert len(record.outcomes) == 2
+
+
+# --- engines that start one process per node ---
+
+
+@pytest.fixture
+def node(tmp_path: Path, environment: Callable[..., dict[str, str]]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`paceline.launchers.here.start` with light ranks."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, **env: str) -> subprocess.Popen[str]:
+        begin = (sys.executable, "-m", "paceline.launchers.here.start", "--job", "j1", "--module", LIGHT[2], *words)
+        children.append(
+            subprocess.Popen(
+                [*begin, "--", *LIGHT[3:], *command(tmp_path)],
+                env=environment(PACELINE_RED_REPEATS="0", **env),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def test_one_process_of_a_node_starts_the_others(tmp_path: Path, node: Callable[..., subprocess.Popen[str]]) -> None:
+    write_experiment(tmp_path, base={"processes": 2})
+    child = node("--processes", "2", LIGHT_S="0.2")
+    assert child.wait(90) == NOTHING_RANKED, child.communicate()
+    (record,) = records(tmp_path)
+    assert (record.status, len(record.outcomes)) == ("ok", 2)
+
+
+def test_the_others_of_a_node_end_with_it(
+    tmp_path: Path, node: Callable[..., subprocess.Popen[str]], eventually: Callable[..., Any]
+) -> None:
+    write_experiment(tmp_path, base={"processes": 2})
+    child = node("--processes", "2", LIGHT_S="300")
+    await_ranks(tmp_path, 2, eventually)
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.terminate()
+    assert child.wait(60) != 0
+    _, alive = psutil.wait_procs(family, 20)
+    assert not alive
+    assert records(tmp_path) == []
+
+
+def test_a_node_beyond_the_number_of_nodes_is_refused(node: Callable[..., subprocess.Popen[str]]) -> None:
+    child = node("--nodes", "2", "--node-rank", "2")
+    assert child.wait(60) == 2
+    assert "--node-rank 2: expected a number below --nodes 2" in child.communicate()[1]

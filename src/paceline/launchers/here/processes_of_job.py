@@ -43,11 +43,13 @@ SILENCE_S = 150.0
 BEAT_S = 1.0
 USE = "Start it as in `torchrun --nproc-per-node 2 -m paceline run quick --launcher here`"
 
+# The name of the job, set by `start`.
+JOB = "PACELINE_JOB"
 # engine -> variables of rank, number of processes, local rank and local number; then those that name the job.
 _ENGINES: dict[str, tuple[tuple[str, str, str, str], tuple[str, ...]]] = {
     "torchrun": (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+        (JOB, "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
     ),
     "mpirun": (
         (
