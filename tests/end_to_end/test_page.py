@@ -23,6 +23,7 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not in
 KEPT = Path(__file__).parents[2] / "docs" / "measured"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
+AXE = Path(__file__).parent / "axe" / "axe.min.js"
 EVIL = "<script>document.title='owned'</script>"
 PATIENCE_S = 10.0
 
@@ -128,7 +129,7 @@ def bars(browser: Any, chart: str) -> int:
 
 def test_every_chart_is_drawn(opened: Any) -> None:
     names = [figure.get_attribute("data-chart") for figure in all_of(opened, "figure")]
-    assert names == ["pareto", "throughput", "step_time", "phases", "memory", "host_to_device", "cost"]
+    assert names == ["pareto", "throughput", "step_time", "phases", "memory", "host_to_device", "loss", "cost"]
     assert bars(opened, "throughput") == 8
     text = opened.find_element("css selector", 'figure[data-chart="throughput"]').text
     assert "385,800" in text
@@ -239,14 +240,68 @@ def test_a_row_leads_to_its_cell_with_command_and_experiment_to_copy(opened: Any
     wait_for(lambda: copies[0].text == "Copied")
 
 
+def test_a_row_can_be_picked_as_the_baseline_of_all_ratios(opened: Any) -> None:
+    pick = opened.find_element("css selector", '#ranking .pick[aria-label="Baseline: zero:stage=1"]')
+    pick.send_keys("\ue007")  # return: the keyboard can do it too
+    head = words(opened, "#ranking th:nth-child(3)")
+    column = [
+        cell.text for cell in all_of(opened, "#ranking table")[0].find_elements("css selector", "td:nth-child(3)")
+    ]
+    assert head == "vs zero:stage=1"
+    assert column[2] == "baseline"
+    assert "1.021x [1.017, 1.025]" in column[0], "ddp over it; it over ddp is 0.980x [0.976, 0.984]"
+    pick.send_keys("\ue007")
+    assert words(opened, "#ranking th:nth-child(3)") == "vs best"
+
+
+def test_a_link_to_a_cell_opens_it_from_elsewhere(chromium: Any, page: Path) -> None:
+    chromium.get(page.as_uri())
+    cell = chromium.execute_script("return document.querySelector('details.cell').id")
+    chromium.get("about:blank")
+    chromium.get(f"{page.as_uri()}#{cell}")
+    panel = wait_for(lambda: shown(chromium, "details.cell[open]"))[0]
+    assert panel.get_attribute("id") == cell
+    assert "Copy link" in panel.text
+
+
+def test_a_table_is_copied_as_markdown(opened: Any) -> None:
+    opened.execute_script("navigator.clipboard.writeText = async text => { window.copied = text; };")
+    click(opened, opened.find_element("css selector", "#ranking .table-tools button"))
+    copied = wait_for(lambda: opened.execute_script("return window.copied"))
+    lines = copied.splitlines()
+    assert lines[0].startswith("| strategy | tokens/s | vs best |")
+    assert lines[1].startswith("| --- | ---: | --- |")
+    assert "| 385,800 [384,300, 387,400] |" in lines[2]
+    assert len(lines) == 2 + 5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_screen_reader_and_weak_eyes_can_use_it(opened: Any, scheme: str) -> None:
+    """axe-core's rules of WCAG 2 A and AA: names, roles, labels and contrast, with every section open."""
+    media(opened, "screen", scheme)
+    opened.execute_script("for (const d of document.querySelectorAll('details.part, details.light')) d.open = true")
+    opened.execute_script(AXE.read_text(encoding="utf-8"))
+    found = opened.execute_async_script(
+        "const done = arguments[0];"
+        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa']}).then(r => done(r.violations.map("
+        "v => `${v.id}: ${v.nodes.length} x ${v.nodes[0].html.slice(0, 160)} ${v.nodes[0].failureSummary}`)))"
+    )
+    assert found == []
+
+
 def test_data_and_image_of_a_chart_are_files(opened: Any, tmp_path: Path) -> None:
     opened.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     for button in all_of(opened, 'figure[data-chart="throughput"] .tools button'):
         click(opened, button)
+
+    def text_of_tools() -> str:
+        return words(opened, 'figure[data-chart="throughput"] .tools')
+
     wait_for(lambda: {"throughput.csv", "throughput.svg"} <= {path.name for path in tmp_path.iterdir()})
     lines = (tmp_path / "throughput.csv").read_text().splitlines()
     assert len(lines) == 1 + 8
     assert '"value (tokens/s)"' in lines[0]
+    wait_for(lambda: (tmp_path / "throughput.png").exists() or "Copied" in text_of_tools())
     image = (tmp_path / "throughput.svg").read_text()
     assert image.startswith("<svg")
     assert "var(--" not in image, "colours are written out: the file has left the page"
@@ -289,7 +344,7 @@ def test_without_javascript_the_tables_are_there_and_the_charts_are_named(chromi
         chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     assert "385,800" in text
     assert "plots/" in text
-    assert "Data (CSV)" not in text
+    assert "Copy as Markdown" not in text
 
 
 # --- a served model ---

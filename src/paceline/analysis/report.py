@@ -17,6 +17,7 @@ from paceline.analysis.compare import comparable, effects, history, recommend, s
 from paceline.analysis.cost import claims, served, training
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, RunFinding
+from paceline.analysis.findings.training import RankStep
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, fabric, nodes
 from paceline.analysis.served import accuracy, curves, equal_work, measurements, mlperf_verdict, paired, verdicts
@@ -149,7 +150,23 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         goodput=window.goodput if window else None,
         trust=trust.finding(record, window),
         traits=record.spec.traits,
+        rank_steps=_rank_steps(record),
     )
+
+
+def _rank_steps(record: RunRecord) -> tuple[RankStep, ...]:
+    """The profiled step of each rank; several profiles of a rank are averaged."""
+    found = []
+    for rank, traces in sorted(grouped(record.traces, lambda trace: trace.rank).items()):
+        steps = sum(trace.steps for trace in traces) or 1
+        wall, compute, exposed, sent = (
+            sum(getattr(trace, name) for trace in traces) / steps
+            for name in ("wall_s", "compute_s", "exposed_s", "communication_s")
+        )
+        idle = max(wall - compute - exposed, 0.0)
+        hidden = max(sent - exposed, 0.0)
+        found.append(RankStep(rank=rank, compute_s=compute, exposed_s=exposed, hidden_s=hidden, idle_s=idle))
+    return tuple(found)
 
 
 def _health(record: RunRecord, window: Window | None, certificate: Certificate | None) -> tuple[str, ...]:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
 # Formats of `compare` and `history`.
-FORMATS = ("terminal", "markdown", "json")
+FORMATS = ("terminal", "html", "markdown", "json")
 MOST_REASONS = 5
+MOST_DIRECTORIES = 3
 MOST_TOKENS = 10**18
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
@@ -312,6 +313,12 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         document = {"schema": 1, "answer": answer, **plain(comparison)}
         _print_json(document | {"regressions": plain(regressions), "skipped": skipped})
+    elif arguments.format == "html":
+        from paceline.report.exporters._other_pages import compare_page
+
+        below = [*(f"regression: {r.text}" for r in regressions), *(f"skipped: {text}" for text in skipped)]
+        print_plain(console(), answer)
+        _write_page(arguments.b, "compare.html", compare_page(comparison, below))
     else:
         names = f"A is {comparison.first}, B is {comparison.second}."
         lines = [*table.lines(comparison), *(f"regression: {r.text}" for r in regressions)]
@@ -365,14 +372,37 @@ def history(arguments: argparse.Namespace) -> int:
         document = {"schema": 1, "answer": answer, "histories": plain(histories)}
         _print_json(document | {"dropped": dict(judged.dropped), "skipped": skipped})
         return OK
-    count, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories))
+    count, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories[:MOST_DIRECTORIES]))
+    if len(arguments.directories) > MOST_DIRECTORIES:
+        where += f" and {len(arguments.directories) - MOST_DIRECTORIES} more"
     names = f"{count} launches in {where}; {judged.count} of them ok and certified."
     # The most frequent reasons come first.
     lines = [f"not counted: {count} launches, {reason}" for reason, count in judged.dropped.items()]
     if len(lines) > MOST_REASONS:
         lines[MOST_REASONS:] = [f"not counted: {len(lines) - MOST_REASONS} more reasons; see --format json"]
-    _show(arguments.format, answer, names, table.tables(histories), (*lines, *(f"skipped: {text}" for text in skipped)))
+    lines += [f"skipped: {text}" for text in skipped]
+    if arguments.format == "html":
+        from paceline.report.exporters._other_pages import history_page
+
+        first = arguments.directories[0].resolve()
+        title = f"History of {first.name if len(arguments.directories) == 1 else first.parent.name}"
+        print_plain(console(), answer)
+        _write_page(arguments.directories[0], "history.html", history_page(title, histories, names, lines))
+        return OK
+    _show(arguments.format, answer, names, table.tables(histories), lines)
     return OK
+
+
+def _write_page(source: Path, name: str, text: str) -> None:
+    """Write a page into a results directory, or beside a capsule, and print where it is."""
+    from paceline.host.files import write_atomically
+
+    path = (source if source.is_dir() else source.parent) / name
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise RequestError(f"--format html: cannot write {str(path)!r} ({error.strerror or error}).") from None
+    print_plain(console(), f"Page: {path}")
 
 
 def _print_json(document: dict[str, Any]) -> None:

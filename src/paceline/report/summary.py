@@ -38,11 +38,12 @@ GREEN, AMBER, RED, UNKNOWN = "green", "amber", "red", "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Light:
-    """The trust light: its level, one line, and the reasons behind it."""
+    """A traffic light, by default that of trust: its level, one line, and the reasons behind it."""
 
     level: str
     text: str
     reasons: tuple[str, ...] = ()
+    name: str = "Trust"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

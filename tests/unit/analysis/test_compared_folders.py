@@ -232,3 +232,20 @@ def test_the_report_holds_what_history_says(
     cli.main(["history", str(tmp_path / "days"), "--format", "json"])
     text = capsys.readouterr().out
     assert report["histories"] == json.loads(text[text.index("{\n") :])["histories"]
+
+
+def test_pages_of_compare_and_history(campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = campaign("a", 1.0, driver="580"), campaign("b", 1.1, day=1, driver="590")
+    assert cli.main(["compare", str(a), str(b), "--format", "html"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == f"Page: {b / 'compare.html'}"
+    page = (b / "compare.html").read_text()
+    for words in ("B is 9.1 % slower than A in the cell", "driver 580 -&gt; 590", '"name":"changes"', "Trust: amber."):
+        assert words in page
+    later = [campaign(f"day{n}", 1.0 if n < 6 else 1.2, day=n, driver="580" if n < 6 else "590") for n in range(12)]
+    assert cli.main(["history", *map(str, later), "--format", "html"]) == 0
+    page = (later[0] / "history.html").read_text()
+    assert "tokens_per_s of ddp: 16.7 % lower since 2023-11-20 (driver 580 -&gt; 590)" in page
+    assert "Status: red." in page
+    assert '"label":"driver 580 -> 590"' in page, "a line at the change names what changed with it"
+    assert "Changes of level" in page

@@ -155,6 +155,16 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve:
+    """Loss of a run at the steps that the reference has too, the reference's, and the accepted relative deviation."""
+
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    reference: tuple[float, ...]
+    limits: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """Proof that a run did the same work as its group, or the reasons why not.
 
@@ -169,6 +179,7 @@ class Certificate:
     checks: tuple[Check, ...]
     steps: int = 0
     compared_steps: int = 0
+    loss: LossCurve | None = field(default=None, metadata={"exported": False})
 
     @property
     def valid(self) -> bool:
@@ -307,6 +318,18 @@ class LaunchTrust:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """One optimizer step of one rank by its profile, in seconds: compute, communication that nothing hides, and idle
+    time. hidden_s is communication while something computes, and part of compute_s."""
+
+    rank: int
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
     """One run as the report lists it: how it ended, and what a reader should know before trusting it.
 
@@ -334,6 +357,7 @@ class RunFinding:
     goodput: Goodput | None = None
     trust: LaunchTrust | None = None
     traits: Traits = field(default_factory=Traits, metadata={"exported": False})
+    rank_steps: tuple[RankStep, ...] = field(default=(), metadata={"exported": False})
 
     @property
     def workload(self) -> str:

@@ -1,7 +1,7 @@
 """Charts as data: points, units and texts. The renderers (page/charts.js and exporters/_matplotlib.py) place pixels.
 
-chart < front, training, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A new
-chart is a function from the report to charts and a line in BUILDERS.
+chart < front, training, proof, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A
+new chart is a function from the report to charts and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.report.charts import (
     memory,
     money,
     nodes,
+    proof,
     served,
     served_time,
     time,
@@ -42,9 +43,11 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     training.throughput,
     training.step_time,
     training.phases,
+    proof.ranks,
     training.peak_memory,
     training.wire,
     training.host_to_device,
+    proof.loss,
     training.scaling,
     training.scaling_loss,
     money.cost,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
 from paceline.analysis.findings import HistorySeries, Report
-from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, parts
+from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, Rule, parts
 from paceline.report.tables.history import day, differs_text, size_text
 from paceline.wording import format_number, scale_of
 
@@ -18,11 +18,15 @@ MOST_PANELS = 12
 
 
 def history(report: Report) -> Iterator[Chart]:
+    return over_time(report.histories)
+
+
+def over_time(histories: Sequence[HistorySeries]) -> Iterator[Chart]:
     """One chart per metric, a panel per cell. Shares of the first level put cells of any speed on one axis.
 
     What never moved is in the table only.
     """
-    moved = [series for series in report.histories if len({point.value for point in series.points}) > 1]
+    moved = [series for series in histories if len({point.value for point in series.points}) > 1]
     for metric in dict.fromkeys(series.metric for series in moved):
         ours = sorted((s for s in moved if s.metric == metric), key=lambda s: not s.changes)[:MOST_PANELS]
         began = min(p.started_at for s in ours for p in s.points)
@@ -36,7 +40,16 @@ def history(report: Report) -> Iterator[Chart]:
             y=Axis(label="% of the first level", unit="%", zero=False),
             points=tuple(points),
             series=(LAUNCH, LEVEL),
+            rules=tuple(rule for series in ours for rule in _annotations(series, began)),
+            panel_px=380,
         )
+
+
+def _annotations(series: HistorySeries, began: float) -> Iterator[Rule]:
+    """A line at each change, named by what changed with the level."""
+    for change in series.changes:
+        what = differs_text(change) if change.throughout else size_text(change).partition(" (")[0]
+        yield Rule(y=(change.after_at - began) / DAY_S, label=what, group=series.label, upright=True)
 
 
 def _panel(series: HistorySeries, began: float) -> Iterator[Point]:

@@ -92,7 +92,8 @@ def first_screen(summary: Summary, chart: Chart | None, proof: str, links: str) 
         f'<p class="headline" role="heading" aria-level="2">{escape(summary.headline)}</p>'
         f'<div class="tiles">{"".join(map(_tile, summary.tiles))}</div>'
         f'<div class="lead">{drawn}<aside aria-label="Trust and evidence">'
-        f'<details class="light {light.level}"><summary><b>Trust: {light.level}.</b> {escape(light.text)}</summary>'
+        f'<details class="light {light.level}"><summary><b>{light.name}: {light.level}.</b> {escape(light.text)}'
+        "</summary>"
         f'<div class="reasons">{reasons}</div></details><div class="support">{support}</div>{links}</aside></div>'
     )
 

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any, TypeVar
 
 from paceline.analysis.findings import Certificate, Measurement, Report, RunFinding
-from paceline.analysis.findings.cell_axes import axis_text
+from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.errors import Scalar
 from paceline.host.files import write_atomically
 from paceline.report.charts import Chart, Point, charts
@@ -25,7 +25,7 @@ from paceline.report.sections import Section, sections
 from paceline.report.summary import summarise
 from paceline.report.tables import table as tables
 from paceline.report.tables.table import Cell, Column, Table, measured_cell, numeric
-from paceline.report.text.cells import cell_name, varying_axes
+from paceline.report.text.cells import cell_name, throughput_comparisons, varying_axes
 from paceline.wording import scale_of
 
 OfCell = TypeVar("OfCell", RunFinding, Measurement, Certificate)
@@ -70,16 +70,22 @@ def export(report: Report, directory: Path) -> list[Path]:
 def text(report: Report) -> str:
     """The whole page. Only its own scripts may run, identified by their hashes; nothing may be loaded."""
     found = charts(report)
+    body = "\n".join(part for part in _parts(report, found) if part)
+    return page(report.title, body, _data(report, found))
+
+
+def page(title: str, body: str, data: str) -> str:
+    """A page of this body with the data of its charts."""
     sources = [asset(name) for name in SCRIPTS]
     hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
     return PAGE.substitute(
         policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'",
-        title=escape(f"{report.title}: Paceline report"),
+        title=escape(f"{title}: Paceline report"),
         style=asset("page.css"),
-        body="\n".join(part for part in _parts(report, found) if part),
-        data=_data(report, found),
+        body=body,
+        data=data,
         scripts="\n".join(f"<script>{source}</script>" for source in sources),
     )
 
@@ -230,10 +236,11 @@ def _measurements(found: Sequence[Measurement]) -> str:
 # --- data of the page's script: charts, the axes to filter by, and the value of each cell on them ---
 
 
-def _data(report: Report, charts: Sequence[Chart]) -> str:
-    """JSON without `<`, so that it cannot end its element."""
-    words = Words()
-    numbers = {run.run: i for i, run in enumerate(report.runs)}
+def chart_data(charts: Sequence[Chart], runs: Iterable[str] | None = None, **beside: Any) -> str:
+    """The charts and what the script needs beside them, as JSON without `<`, so that it cannot end its element."""
+    if runs is None:
+        runs = dict.fromkeys(run for chart in charts for point in chart.points for run in point.runs)
+    words, numbers = Words(), {run: i for i, run in enumerate(runs)}
     drawn = [
         _fields(chart)
         | {
@@ -242,6 +249,12 @@ def _data(report: Report, charts: Sequence[Chart]) -> str:
         }
         for chart in charts
     ]
+    known = {"axes": [], "cells": {}, "versus": {}, "names": {}} | beside
+    value = {"charts": drawn, "runs": list(numbers), **known, "words": list(words.numbers)}
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _data(report: Report, charts: Sequence[Chart]) -> str:
     # Only axes that vary; of those that divide the cells alike only the first.
     cells = {run.cell: run for run in report.runs if not run.is_reference}
     axes, seen = [], set[tuple[int, ...]]()
@@ -253,17 +266,26 @@ def _data(report: Report, charts: Sequence[Chart]) -> str:
             seen.add(indexes)
             axes.append((name, values, indexes))
     device = next((run.axes.get("device") for run in cells.values()), None)
-    value = {
-        "charts": drawn,
-        "runs": list(numbers),
-        "axes": [
+    return chart_data(
+        charts,
+        [run.run for run in report.runs],
+        axes=[
             {"name": name.replace("_", " "), "values": [_value_text(name, value, device) for value in values]}
             for name, values, _ in axes
         ],
-        "cells": {cell: [indexes[i] for _, _, indexes in axes] for i, cell in enumerate(cells)},
-        "words": list(words.numbers),
-    }
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+        versus=_versus(report),
+        names={cell: describe(run.axes, ()) for cell, run in cells.items()},
+        cells={cell: [indexes[i] for _, _, indexes in axes] for i, cell in enumerate(cells)},
+    )
+
+
+def _versus(report: Report) -> dict[str, dict[str, tuple[str, str, str]]]:
+    """By cell and other: the verdict on throughput, its interval and tone, for the baseline that a reader picks."""
+    found: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for (cell, other), c in throughput_comparisons(report).items():
+        text = tables.verdict_cell(c)
+        found.setdefault(cell, {})[other] = text.text, text.detail, text.tone
+    return found
 
 
 def _order(value: Scalar) -> tuple[int, float, str]:

@@ -33,6 +33,7 @@ from paceline.analysis.training.certificate.traffic import gradients_reduced, on
 from paceline.analysis.training.certificate.trajectory import (
     compared_deviations,
     finite_loss,
+    loss_curve,
     norms_agree,
     replicas_agree,
     trajectory,
@@ -92,6 +93,7 @@ def _judge(run: Observed, standard: Standard) -> Certificate:
         checks=tuple(checks),
         steps=len(run.steps),
         compared_steps=len(compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)),
+        loss=loss_curve(run, standard),
     )
 
 

@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.analysis.findings import Check
+from paceline.analysis.findings.training import LossCurve
 from paceline.analysis.training.certificate.observed import (
+    LOSS,
     NORM,
     QUANTITIES,
     Observed,
@@ -139,6 +141,20 @@ def _limits(
     if compute == "fp32":
         return limits, f"at least {FP32_TOLERANCE:g}, or {origin}" if standard.variants else "fixed for fp32"
     return limits, f"{origin}, {so_far:.2g} at the last step"
+
+
+def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
+    """The losses of a run beside the reference's, for a chart; None without a step in common."""
+    if standard.reference is None:
+        return None
+    deviations = compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)
+    limits, _ = _limits(standard, run, LOSS, deviations)
+    base = standard.reference.losses
+    steps = [s for s in base if s in run.steps and math.isfinite(base[s]) and math.isfinite(run.losses[s])]
+    if not steps:
+        return None
+    losses = tuple(run.losses[s] for s in steps), tuple(base[s] for s in steps)
+    return LossCurve(steps=tuple(steps), losses=losses[0], reference=losses[1], limits=tuple(limits[s] for s in steps))
 
 
 def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:

@@ -342,7 +342,7 @@ const Charts = (() => {
         Plot.axisX({ ticks: ticks.map(place), tickSize: 4, label: null, tickFormat: tick(chart.x), color: "var(--quiet)" }),
         Plot.text([chart.x.label], { frameAnchor: "bottom-right", text: d => d, dy: 33, textAnchor: "end", fill: "var(--quiet)" }),
         Plot.text([chart.y.label], { frameAnchor: "top-left", text: d => d, dy: -20, dx: -40, textAnchor: "start", fill: "var(--quiet)" }),
-        Plot.areaY(kind("area"), { x, y1: "low", y2: "high", z: "series", fill: p => stroke.get(p.series), fillOpacity: .75 }),
+        Plot.areaY(kind("area"), { x, y1: "low", y2: "high", z: "series", fill: p => stroke.get(p.series), fillOpacity: p => stroke.get(p.series) === "var(--s15)" ? .2 : .75 }),
         ...uprights(rules.filter(r => r.upright), domains.x, room - 60),
         Plot.ruleY(levels, { y: "y", stroke: "var(--ink)", strokeDasharray: "4 3" }),
         Plot.rect((chart.spans ?? []).filter(s => s.group === (points[0].group ?? "")), {

@@ -88,11 +88,49 @@
     figures.forEach(draw);
   }
 
+  // --- baseline: the row that all ratios refer to ---
+
+  let baseline = null;
+  function pick(cell) {
+    baseline = cell === baseline ? null : cell;
+    const name = baseline && data.names[baseline];
+    for (const row of $$("#ranking tr[data-cells]")) {
+      const own = row.dataset.cells, at = [...row.parentElement.parentElement.tHead.rows[0].cells].findIndex(h => h.dataset.versus != null);
+      row.classList.toggle("baseline", own === baseline);
+      row.querySelector(".pick")?.setAttribute("aria-pressed", own === baseline);
+      if (at < 0) continue;
+      const td = row.cells[at], head = row.parentElement.parentElement.tHead.rows[0].cells[at];
+      td.first ??= [...td.childNodes];
+      const ours = baseline && own !== baseline && (data.versus[own] ?? {})[baseline];
+      const alike = baseline && [...row.parentElement.rows].some(r => r.dataset.cells === baseline);
+      const shown = !alike ? td.first : own === baseline ? [make("span", { className: "quiet", textContent: "baseline" })]
+        : ours ? [make("span", { className: ours[2], textContent: ours[0] }), make("small", { textContent: ours[1] })]
+        : [make("span", { className: "quiet", textContent: "not compared" })];
+      td.replaceChildren(...shown);
+      (head.querySelector("button") ?? head).firstChild.textContent = alike ? `vs ${name}` : head.dataset.versus;
+      delete td.dataset.text;
+    }
+    figures.forEach(draw);
+  }
+
+  function pickable() {
+    for (const head of $$("#ranking th")) if (head.textContent.trim() === "vs best") head.dataset.versus = "vs best";
+    for (const row of $$("#ranking tr[data-cells]")) {
+      const cell = row.dataset.cells, title = [...row.cells].find(td => td.querySelector("a[href^='#cell-']"));
+      if (!title || !data.versus[cell]) continue;
+      const button = make("button", { type: "button", className: "pick", title: "Compare all others with this row" });
+      button.setAttribute("aria-label", `Baseline: ${title.textContent}`);
+      button.setAttribute("aria-pressed", "false");
+      title.prepend(button);
+      row.addEventListener("click", event => { if (!event.target.closest("a, button:not(.pick), summary")) pick(cell); });
+    }
+  }
+
   // --- sorting ---
 
   const UNITS = { KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30 };
   function sortKey(cell) {
-    const text = (cell.dataset.text ??= cell.firstChild?.textContent.trim() ?? "");
+    const text = (cell.dataset.text ??= [...cell.childNodes].find(n => n.textContent.trim())?.textContent.trim() ?? "");
     const [, number, unit] = text.match(/^([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*(KiB|MiB|GiB)?/) ?? [];
     if (number !== undefined) return [0, +number.replaceAll(",", "") * (UNITS[unit] ?? 1)];
     return text === "\u2013" || !text ? [2, 0] : [1, text.toLowerCase()]; // what is missing stays last
@@ -133,7 +171,10 @@
     if (!mark) return;
     const p = mark.p, names = (p.runs ?? []).map(i => data.runs[i]);
     const more = names.length > MOST_RUNS_TOLD ? `, and ${names.length - MOST_RUNS_TOLD} more` : "";
-    tip.replaceChildren(make("b", { textContent: [p.label, p.group].filter(Boolean).join(", ") || p.series }), p.detail ?? p.text ?? "",
+    const over = baseline && p.y && data.charts.flatMap(c => c === svg.chart ? c.points : [])
+      .find(q => q.cells[0] === baseline && q.group === p.group && (svg.chart.kind === "bars" ? !q.faint === !p.faint : q.drawn === "mark"));
+    const ratio = over && over !== p ? `\n${d3.format(".3~r")(p.y / over.y)}x of ${data.names[baseline]} (no interval)` : "";
+    tip.replaceChildren(make("b", { textContent: [p.label, p.group].filter(Boolean).join(", ") || p.series }), (p.detail ?? p.text ?? "") + ratio,
       ...(names.length ? [make("small", { textContent: `run${names.length > 1 ? "s" : ""} ${names.slice(0, MOST_RUNS_TOLD).join(", ")}${more}` })] : []));
     const ring = document.createElementNS("http://www.w3.org/2000/svg", "circle");
     for (const [name, value] of Object.entries({ class: "found", cx: mark.x, cy: mark.y, r: 5, fill: "none", stroke: "var(--ink)", "stroke-width": 2 }))
@@ -151,6 +192,7 @@
     let current = -1;
     svg.setAttribute("tabindex", "0");
     svg.setAttribute("role", "img");
+    for (const child of svg.children) child.setAttribute("aria-hidden", "true"); // the label and the tip tell it
     svg.setAttribute("aria-label", `${title}: ${hits.length} marks, arrow keys tell each`);
     const show = index => { current = index; tell(svg, hits[index]); };
     svg.addEventListener("pointermove", event => {
@@ -198,6 +240,7 @@
     const panels = made.length > 1 && figure.chart.kind === "lines" ? [make("div", { className: "panels", style: `--panel: ${figure.chart.panel_px ?? 240}px` }, ...made)] : made;
     figure.place.replaceChildren(...legend(figure.chart, points), ...panels,
       ...(rest ? [make("p", { className: "quiet", textContent: "More than fit a chart: the tables hold them all, a filter brings them here." })] : []));
+    for (const drawing of figure.drawings) drawing.svg.chart = figure.chart;
     for (const drawing of figure.drawings) hoverable(drawing, [figure.chart.title, drawing.name].filter(Boolean).join(", "));
   }
 
@@ -272,8 +315,13 @@
       document.execCommand("copy");
       area.remove();
     }
+    said(button, "Copied");
+  }
+
+  /** A word on a button for a moment. */
+  function said(button, word) {
     const before = button.textContent;
-    button.textContent = "Copied";
+    button.textContent = word;
     setTimeout(() => { button.textContent = before; }, 1500);
   }
 
@@ -283,10 +331,43 @@
     return button;
   };
 
+  /** The chart as a PNG at twice its size, in the clipboard where the browser allows it, else as a file. */
+  async function png(button, figure) {
+    const image = new Image();
+    image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgFile(figure))}`;
+    await image.decode();
+    const canvas = make("canvas", { width: 2 * image.width, height: 2 * image.height });
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    const blob = await new Promise(done => canvas.toBlob(done, "image/png"));
+    try {
+      await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
+      said(button, "Copied");
+    } catch {
+      save(`${figure.chart.name}.png`, "image/png", blob);
+      said(button, "Saved");
+    }
+  }
+
+  /** A table as Markdown: visible rows only, details in brackets behind their values. */
+  function markdown(table) {
+    const bar = text => text.replaceAll("|", "\\|").replace(/\s+/g, " ").trim();
+    const words = cell => bar([...cell.childNodes].map(node => node.textContent).join(" "));
+    const heads = [...table.tHead.rows[0].cells];
+    const lines = [heads.map(words), heads.map(head => head.classList.contains("n") ? "---:" : "---")];
+    for (const row of table.tBodies[0].rows) if (!row.hidden) lines.push([...row.cells].map(words));
+    return lines.map(cells => `| ${cells.join(" | ")} |`).join("\n") + "\n";
+  }
+
   for (const figure of figures)
     figure.element.append(make("div", { className: "tools" },
-      tool("Data (CSV)", () => save(`${figure.chart.name}.csv`, "text/csv", csv(figure, pointsOf(figure)))),
-      tool("Image (SVG)", () => save(`${figure.chart.name}.svg`, "image/svg+xml", svgFile(figure)))));
+      tool("CSV", () => save(`${figure.chart.name}.csv`, "text/csv", csv(figure, pointsOf(figure)))),
+      tool("SVG", () => save(`${figure.chart.name}.svg`, "image/svg+xml", svgFile(figure))),
+      tool("PNG", button => png(button, figure))));
+  for (const table of $$(".scroll > table"))
+    table.parentElement.after(make("div", { className: "tools table-tools" }, tool("Copy as Markdown", button => copy(button, markdown(table)))));
+  for (const panel of $$("details.cell"))
+    panel.querySelector("summary").after(make("div", { className: "tools" },
+      tool("Copy link", button => copy(button, `${location.href.split("#")[0]}#${panel.id}`))));
   for (const recipe of $$(".recipe")) {
     const text = recipe.querySelector("pre").textContent, file = recipe.dataset.file;
     recipe.append(make("div", { className: "tools" }, tool("Copy", button => copy(button, text)),
@@ -311,6 +392,7 @@
     });
   }
 
+  pickable();
   $$("table").forEach(cards);
   $$("table").forEach(sortable);
   filterBar();

@@ -1,0 +1,124 @@
+"""Charts of the proof: losses over the reference with their tolerance, and one profiled step rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.analysis.findings import Report, RunFinding
+from paceline.analysis.findings.cell_axes import describe
+from paceline.report.charts.chart import (
+    AREA,
+    GREY,
+    LINES,
+    STACK,
+    TRAIL,
+    Axis,
+    Chart,
+    Point,
+    Series,
+    parts,
+    strategies,
+    thinned,
+    used,
+)
+from paceline.report.text.cells import axes_of, cell_name, varying_axes
+from paceline.wording import format_number, places
+
+BAND = "accepted"
+MOST_STEPS = 200
+MOST_PANELS = 6
+MOST_RANKS = 64
+COMPUTE, EXPOSED, IDLE = "compute", "communication that nothing hides", "idle"
+
+
+def loss(report: Report) -> Iterator[Chart]:
+    """A panel per group of equal work: every run's loss over that of the reference, with the band it must stay in."""
+    colours = {s.name: s.colour for s in strategies(report)}
+    works = list(dict.fromkeys(c.work for c in report.certificates if c.loss))[:MOST_PANELS]
+    points: list[Point] = []
+    names: dict[str, int] = {}
+    for work in works:
+        ours = [c for c in report.certificates if c.work == work and c.loss]
+        axes = axes_of(report, ours[0].cell) or {}
+        shown = [name for name in varying_axes(report) if axes.get(name) is not None]
+        panel = describe({**axes, "strategy": None, "workload": None}, shown) if len(works) > 1 else ""
+        widest: dict[int, float] = {}
+        for certificate in ours:
+            curve = certificate.loss
+            assert curve is not None
+            name = describe(axes_of(report, certificate.cell) or {}, ())
+            names.setdefault(name, colours.get(name, len(names) % 8))
+            steps = list(zip(curve.steps, curve.losses, curve.reference, curve.limits, strict=True))
+            for step, own, base, limit in thinned(steps, MOST_STEPS):
+                widest[step] = max(widest.get(step, 0.0), limit)
+                points.append(
+                    Point(
+                        x=step,
+                        y=100 * (own / base - 1) if base else 0.0,
+                        group=panel,
+                        series=name,
+                        label=f"{name}, step {step}",
+                        detail=f"loss {own:.5g}, reference {base:.5g}\naccepted within {limit:.2g}, relative",
+                        drawn=TRAIL,
+                        cells=(certificate.cell,),
+                        runs=(certificate.run,),
+                    )
+                )
+        band = Point(y=0.0, group=panel, series=BAND, drawn=AREA, cells=tuple({c.cell for c in ours}))
+        points += [
+            replace(band, x=step, y=100 * limit, low=-100 * limit, high=100 * limit)
+            for step, limit in sorted(widest.items())
+        ]
+    yield Chart(
+        name="loss",
+        title="Loss over the reference",
+        subtitle="Every run beside the one-process reference, in % of its loss; shaded: the deviation that rounding "
+        "explains, by which a run is certified.",
+        kind=LINES,
+        x=Axis(label="step", ticks="round", shared=False),
+        y=Axis(label="% of the reference", unit="%", zero=False, shared=False),
+        points=tuple(points),
+        series=(*(Series(name=n, colour=c) for n, c in names.items()), Series(name=BAND, colour=GREY)) if names else (),
+    )
+
+
+def ranks(report: Report) -> Iterator[Chart]:
+    """One profiled optimizer step of every rank of the first run of each cell."""
+    first: dict[str, RunFinding] = {}
+    for run in report.runs:
+        if run.rank_steps and not run.is_reference and run.status == "ok":
+            first.setdefault(run.cell, run)
+    named = varying_axes(report)
+    first = {cell: run for cell, run in first.items() if len(run.rank_steps) > 1}
+    lanes = [(cell_name(report, c, r.axes, named), step, r) for c, r in first.items() for step in r.rank_steps]
+    lanes = lanes[:MOST_RANKS]
+    points = []
+    for name, step, run in lanes:
+        sizes = {COMPUTE: step.compute_s, EXPOSED: step.exposed_s, IDLE: step.idle_s}
+        drawn = [(word, 1e3 * s) for word, s in sizes.items() if s > 0]
+        whole = sum(size for _, size in drawn)
+        for i, (word, size) in enumerate(drawn):
+            text = f"{format_number(whole, places(whole, None, None))} ms" if i == len(drawn) - 1 else ""
+            hidden = f"\n{1e3 * step.hidden_s:.3g} ms of communication ran beside it" if word == COMPUTE else ""
+            points.append(
+                Point(
+                    y=size,
+                    label=f"rank {step.rank}",
+                    group=name,
+                    series=word,
+                    text=text,
+                    detail=f"{word}: {size:.3g} ms, {size / whole:.0%} of the step{hidden}",
+                    cells=(run.cell,),
+                    runs=(run.run,),
+                )
+            )
+    yield Chart(
+        name="ranks",
+        title="One step, rank by rank",
+        subtitle="From the profile of a few steps after the measured window; the profiler itself adds some idle time.",
+        kind=STACK,
+        y=Axis(label="ms per optimizer step", unit="ms"),
+        points=tuple(points),
+        series=used(parts((COMPUTE, EXPOSED, IDLE)), points),
+    )

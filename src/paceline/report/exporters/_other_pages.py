@@ -1,0 +1,189 @@
+"""Pages of `paceline compare` and `paceline history`: the same first screen, charts and tables as report.html."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Between, Change, HistorySeries
+from paceline.report.charts import Chart, Point, Rule
+from paceline.report.charts.chart import SPANS, WRONG, Axis, Series, parts, used
+from paceline.report.charts.time import over_time
+from paceline.report.exporters._page_parts import block, bullets, figure, first_screen, folded
+from paceline.report.exporters.html import chart_data, page
+from paceline.report.summary import AMBER, GREEN, RED, Light, Summary, brief
+from paceline.report.tables import comparison, history
+from paceline.report.text.cells import THROUGHPUT
+from paceline.report.tiles import Tile
+from paceline.wording import direction, short_percent, verdict_text
+
+MOST_LANES = 40
+WORDS = {BETTER: "better", WORSE: "worse", EQUAL: "equal", INCONCLUSIVE: "inconclusive", None: "no verdict"}
+SERIES = (Series(name=WORDS[WORSE], colour=WRONG), *parts(word for word in WORDS.values() if word != WORDS[WORSE]))
+NONE = "none"
+
+
+# --- compare ---
+
+
+def compare_page(found: Between, lines: Sequence[str] = ()) -> str:
+    """Two directories: how many cells changed, by how much, and what else differs between them."""
+    answer = comparison.sentence(found)
+    chart = changes_chart(found.changes)
+    names = (f"A is {found.first}.", f"B is {found.second}.")
+    summary = Summary(
+        headline=brief(answer),
+        support=(answer, *names),
+        tiles=_change_tiles(found.changes),
+        light=_light(found),
+        chart=chart.name if chart else None,
+    )
+    tables = [block(table.title, table, ()) for table in comparison.tables(found)]
+    rest = (*comparison.lines(found), *lines)
+    body = [*tables, folded("Notes", bullets(rest)) if rest else ""]
+    return _page(f"{Path(found.second).name} against {Path(found.first).name}", summary, [chart] if chart else [], body)
+
+
+def changes_chart(changes: Sequence[Change]) -> Chart | None:
+    """The change of every metric of every cell with its interval, around no change; None without changes."""
+    metrics = list(dict.fromkeys(c.metric for c in changes))
+    metrics.sort(key=lambda metric: metric != THROUGHPUT)
+    points = [_lane(c) for metric in metrics for c in changes if c.metric == metric][:MOST_LANES]
+    if not points:
+        return None
+    left = len(changes) - len(points)
+    more = f" The first {len(points)} of {len(changes)}; the tables have all that were decided." if left > 0 else ""
+    return Chart(
+        name="changes",
+        title="B over A",
+        subtitle=f"Dots are changes in %, lines their 95 % intervals.{more}",
+        kind=SPANS,
+        y=Axis(label="change, %", unit="%", zero=False),
+        points=tuple(points),
+        series=used(SERIES, points),
+        rules=(Rule(y=0.0, label="no change"),),
+    )
+
+
+def _lane(c: Change) -> Point:
+    def percent(ratio: float | None) -> float | None:
+        return None if ratio is None else 100 * (ratio - 1)
+
+    word = direction(c.metric, c.ratio)
+    text, interval = verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
+    return Point(
+        y=percent(c.ratio) or 0.0,
+        low=percent(c.low),
+        high=percent(c.high),
+        label=c.label if c.row is None else f"{c.row} ({c.label})",
+        group=c.metric,
+        series=WORDS[c.verdict],
+        text=text,
+        detail="\n".join(filter(None, (interval, c.reason, comparison.differences_text(c.differences)))),
+        cells=(c.cell,),
+        runs=(*c.runs_first, *c.runs_second),
+    )
+
+
+def _change_tiles(changes: Sequence[Change]) -> tuple[Tile, ...]:
+    counts = Counter(c.verdict for c in changes)
+    total = f"of {len(changes)} comparisons"
+    worst = [c for c in changes if c.verdict == WORSE]
+    best = [c for c in changes if c.verdict == BETTER]
+
+    def largest(side: Sequence[Change]) -> str:
+        if not side:
+            return total
+        c = max(side, key=lambda c: abs(c.ratio - 1))
+        size = verdict_text(c.verdict, c.ratio, c.low, c.high, direction(c.metric, c.ratio))[0]
+        return f"at most {size}: {c.label}"
+
+    seen = [c.detectable_ratio for c in changes if c.detectable_ratio]
+    unseen = f"smallest detectable difference {short_percent(max(seen))}" if seen else total
+    return (
+        Tile(name="Worse", value=str(counts[WORSE]), unit="", note=largest(worst)),
+        Tile(name="Better", value=str(counts[BETTER]), unit="", note=largest(best)),
+        Tile(name="Equal", value=str(counts[EQUAL]), unit="", note=total),
+        Tile(name="Inconclusive", value=str(counts[INCONCLUSIVE] + counts[None]), unit="", note=unseen),
+    )
+
+
+def _light(found: Between) -> Light:
+    lost = f"{len(found.lost)} cells of A missing or not ok in B" if found.lost else ""
+    doubts = tuple(filter(None, (found.disturbed, found.occasions)))
+    level = RED if lost else AMBER if doubts else GREEN
+    equal = "equal work certified on both sides" if found.changes else "nothing was compared"
+    text = "; ".join(filter(None, (lost, *doubts, equal)))
+    shared = tuple(comparison.differing_text(d) for d in found.shared)
+    differs = f"Differs in every cell: {'; '.join(shared)}." if shared else "Nothing recorded differs in all cells."
+    return Light(level=level, text=text, reasons=(differs, *found.notes))
+
+
+# --- history ---
+
+
+def history_page(title: str, found: Sequence[HistorySeries], names: str, lines: Iterable[str] = ()) -> str:
+    """Cells over time: their levels, where these changed, and what changed with them."""
+    answer = history.sentence(found)
+    drawn = tuple(over_time(found))
+    changes = [change for series in found for change in series.changes]
+    worse = [change for change in changes if change.verdict == WORSE]
+    searched = [series for series in found if series.note is None]
+    launches = {(p.run, p.started_at) for series in found for p in series.points}
+    first = min((p.started_at for series in found for p in series.points), default=None)
+    tiles = (
+        Tile(name="Launches", value=str(len(launches)), unit="", note=f"since {history.day(first)}" if first else ""),
+        Tile(name="Series", value=str(len(found)), unit="", note=f"{len(searched)} searched for changes"),
+        Tile(name="Changes of level", value=str(len(changes)), unit="", note=_newest(found)),
+        Tile(name="For the worse", value=str(len(worse)), unit="", note=f"of {len(changes)}"),
+    )
+    level = RED if worse else GREEN if searched else AMBER
+    text = "a level changed for the worse" if worse else "no change for the worse" if searched else "too few launches"
+    summary = Summary(
+        headline=brief(_newest_change(found) or answer),
+        support=(answer, names),
+        tiles=tiles,
+        light=Light(name="Status", level=level, text=text, reasons=tuple(lines)),
+        chart=drawn[0].name if drawn else None,
+    )
+    rest = "".join(figure(chart) for chart in drawn[1:])
+    tables = [block(table.title, table, ()) for table in history.tables(found)]
+    body = [*tables, f'<div class="charts scripted">{rest}</div>' if rest else ""]
+    return _page(title, summary, drawn, body)
+
+
+def _newest_change(found: Sequence[HistorySeries]) -> str:
+    """`tokens_per_s of ddp: 16.7 % lower since 2026-11-20 (driver 580 -> 590)`; empty without a change."""
+    changes = [(series, change) for series in found for change in series.changes]
+    worse = [pair for pair in changes if pair[1].verdict == WORSE]
+    if not changes:
+        return ""
+    series, change = max(worse or changes, key=lambda pair: pair[1].after_at)
+    name, size = series.label.partition(", ")[0], history.size_text(change).partition(" (")[0]
+    day = history.day(change.after_at).partition(" ")[0]
+    why = f" ({comparison.differences_text(change.differences, most=1)})" if change.throughout else ""
+    return f"{series.metric} of {name}: {size} since {day}{why}"
+
+
+def _newest(found: Sequence[HistorySeries]) -> str:
+    changes = [(series, change) for series in found for change in series.changes]
+    if not changes:
+        return NONE
+    series, change = max(changes, key=lambda pair: pair[1].after_at)
+    return f"newest {history.day(change.after_at)}: {series.label}"
+
+
+# --- both ---
+
+
+def _page(title: str, summary: Summary, drawn: Sequence[Chart], body: Sequence[str]) -> str:
+    main = next((chart for chart in drawn if chart.name == summary.chart), None)
+    header = (
+        f'<header><div class="top"><h1>{escape(title)}</h1>'
+        '<button type="button" id="theme" class="scripted">Dark</button></div>'
+        f"{first_screen(summary, main, '', '')}</header>"
+    )
+    parts = "".join(f"<section>{part}</section>" for part in body if part)
+    return page(title, f"{header}\n{parts}\n<footer>Brackets are 95 % intervals.</footer>", chart_data(drawn))

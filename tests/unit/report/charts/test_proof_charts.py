@@ -1,0 +1,59 @@
+"""Losses over the reference with their band, and one profiled step rank by rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.analysis.findings import Report
+from paceline.analysis.findings.training import LossCurve, RankStep
+from paceline.analysis.report import build
+from paceline.report.charts import charts
+from paceline.report.charts.chart import AREA, COLOURS
+from paceline.report.charts.proof import BAND, COMPUTE, EXPOSED, IDLE
+
+Builder = Callable[..., Any]
+
+
+def named(report: Report, name: str) -> Any:
+    return next((chart for chart in charts(report) if chart.name == name), None)
+
+
+def test_a_loss_is_drawn_over_that_of_the_reference_with_its_band(report: Report) -> None:
+    curve = LossCurve(steps=(0, 1), losses=(2.0, 1.01), reference=(2.0, 1.0), limits=(0.001, 0.02))
+    first, *rest = report.certificates
+    chart = named(dataclasses.replace(report, certificates=(dataclasses.replace(first, loss=curve), *rest)), "loss")
+    lines = [p for p in chart.points if p.drawn != AREA]
+    assert [(p.x, p.y) for p in lines] == [(0, 0.0), (1, pytest.approx(1.0))]
+    assert lines[0].series == "ddp"
+    band = [(p.x, p.low, p.high) for p in chart.points if p.series == BAND]
+    assert band == [(0, pytest.approx(-0.1), pytest.approx(0.1)), (1, pytest.approx(-2.0), pytest.approx(2.0))]
+    colours = {s.name: s.colour for s in chart.series}
+    assert colours["ddp"] < COLOURS <= colours[BAND], "the band has no colour of a strategy"
+
+
+def test_measured_runs_carry_their_losses(make_cell: Builder, make_reference: Builder) -> None:
+    runs = make_cell(1.0, strategy="ddp", repeats=1)
+    report = build([make_reference(runs[0].spec), *runs], "t")
+    (certificate,) = report.certificates
+    assert certificate.loss is not None
+    assert len(certificate.loss.steps) == len(certificate.loss.losses) == len(certificate.loss.limits) > 0
+    assert all(limit > 0 for limit in certificate.loss.limits)
+
+
+def test_a_step_is_drawn_rank_by_rank_if_there_are_several(report: Report) -> None:
+    assert named(report, "ranks") is None
+    steps = tuple(RankStep(rank=r, compute_s=0.2, exposed_s=0.05, hidden_s=0.01, idle_s=0.05 * r) for r in range(2))
+    i, run = next((i, r) for i, r in enumerate(report.runs) if r.status == "ok" and not r.is_reference)
+    runs = (*report.runs[:i], dataclasses.replace(run, rank_steps=steps), *report.runs[i + 1 :])
+    chart = named(dataclasses.replace(report, runs=runs), "ranks")
+    assert [(p.label, p.series, round(p.y)) for p in chart.points] == [
+        ("rank 0", COMPUTE, 200),
+        ("rank 0", EXPOSED, 50),
+        ("rank 1", COMPUTE, 200),
+        ("rank 1", EXPOSED, 50),
+        ("rank 1", IDLE, 50),
+    ]
