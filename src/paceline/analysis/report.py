@@ -21,7 +21,16 @@ from paceline.analysis.findings.training import RankStep
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, fabric, nodes
 from paceline.analysis.served import accuracy, curves, equal_work, measurements, mlperf_verdict, paired, verdicts
-from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, predicted, rules_of_thumb, trust
+from paceline.analysis.training import (
+    bottleneck,
+    gauge_summary,
+    layouts,
+    memory,
+    metrics,
+    predicted,
+    rules_of_thumb,
+    trust,
+)
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import Window, first_and_last_loss, open_window, step_table
@@ -96,6 +105,7 @@ def build(
         suspects=network.suspects,
         pairs=network.pairs,
         explanations=scaling.explain(grown.points, cells, network.fits, sound),
+        layouts=layouts.analyse(sound),
         memory=memory_found.rows,
         frontier=memory_found.frontier,
         memory_advice=memory.all_advice(ordered),

@@ -67,6 +67,11 @@ class Layout:
     def stages(self) -> int:
         return self.pp * self.virtual
 
+    def sizes(self) -> dict[str, int]:
+        """The dimensions of more than one rank."""
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "shard": self.shard, "replicate": self.replicate}
+        return {name: size for name, size in sizes.items() if size > 1}
+
     @property
     def splits_model(self) -> bool:
         """Whether several ranks work on the same samples."""

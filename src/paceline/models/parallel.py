@@ -83,8 +83,7 @@ def sent_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> M
         "shard": _shard_bytes(layout, training, own),
         "replicate": _replicate_bytes(layout, training, own),
     }
-    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "shard": layout.shard, "replicate": layout.replicate}
-    return {name: value for name, value in found.items() if sizes[name] > 1}
+    return {name: found[name] for name in layout.sizes()}
 
 
 FORMULAS: Mapping[str, str] = {

@@ -139,6 +139,18 @@ class OperationSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSample:
+    """One step of a pipeline on one rank, after the timed window: the time of its schedule, and the part of it in which
+    this rank's stages computed."""
+
+    kind: ClassVar[str] = "pipeline"
+    rank: int
+    step: int
+    wall_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSample:
     """Profile of `steps` steps after the timed window. exposed_s is communication while nothing computes.
 
@@ -291,6 +303,7 @@ Sample = (
     | WireSample
     | OperationSample
     | TraceSample
+    | PipelineSample
     | CollectiveSample
     | OverlapSample
     | KernelSample
@@ -396,6 +409,7 @@ class RunRecord:
     wire: tuple[WireSample, ...] = ()
     operations: tuple[OperationSample, ...] = ()
     traces: tuple[TraceSample, ...] = ()
+    pipelines: tuple[PipelineSample, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
     overlaps: tuple[OverlapSample, ...] = ()
     kernels: tuple[KernelSample, ...] = ()

@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
@@ -17,7 +17,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import load as load_shape
-from paceline.results.records import ComponentSample, Evidence
+from paceline.results.records import ComponentSample, Evidence, PipelineSample
 from paceline.training.data.corpus import check_data, row_bytes
 from paceline.training.instruments import attention_backends
 
@@ -32,6 +32,8 @@ TRAITS = Traits(trains=True, certified=True)
 # See `observation.movements`.
 Initial: TypeAlias = "Callable[[str, int, int, Tensor], Tensor | None]"
 PROFILED_STEPS = 2
+# Steps in which every piece of a pipeline's work is timed.
+PIPELINE_STEPS = 2
 # Of so many steps after the window, some chosen at random are audited, operator by operator.
 SECOND_PASS = 3
 AUDITED_STEPS = 2
@@ -94,7 +96,11 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         observed = evidence(spec, seat, trainer, start, loop, wall_s, facts_of(corpus))
         recorder.conclude(with_final_weights(observed, spec, trainer, initial))
         profile_steps(spec, seat, loop, recorder)
-        audit(spec, seat, loop, recorder, first=spec.steps + PROFILED_STEPS)
+        first_audited = spec.steps + PROFILED_STEPS
+        if getattr(trainer, "interleaves", False):
+            time_pipeline(seat, trainer, loop, recorder, first_audited)
+            first_audited += PIPELINE_STEPS
+        audit(spec, seat, loop, recorder, first=first_audited)
     if checkpoints:
         checkpoints.remove()
 
@@ -131,6 +137,14 @@ def profile_steps(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> 
         loop.unrecorded(range(spec.steps, spec.steps + PROFILED_STEPS))
     batch_bytes = training.micro_batch * row_bytes(spec)
     recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
+
+
+def time_pipeline(seat: Seat, trainer: Any, loop: Loop, recorder: Recorder, first: int) -> None:
+    """Time each piece of work of a pipeline's schedule. It waits for the device, so these steps are extra."""
+    for step in range(first, first + PIPELINE_STEPS):
+        with trainer.timing() as times:
+            loop.unrecorded(range(step, step + 1))
+        recorder.add(PipelineSample(rank=seat.rank, step=step, wall_s=times.wall_s, busy_s=times.busy_s))
 
 
 def audit(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder, first: int) -> None:

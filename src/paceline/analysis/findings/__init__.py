@@ -60,6 +60,7 @@ from paceline.analysis.findings.training import (
     FrontierPoint,
     Goodput,
     LaunchTrust,
+    LayoutRow,
     LeftOut,
     Measurement,
     MemoryAdvice,

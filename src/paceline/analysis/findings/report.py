@@ -34,6 +34,7 @@ from paceline.analysis.findings.training import (
     Certificate,
     Comparison,
     FrontierPoint,
+    LayoutRow,
     Measurement,
     MemoryAdvice,
     MemoryRow,
@@ -85,6 +86,7 @@ class Report:
     suspects: tuple[Suspect, ...] = ()
     pairs: tuple[Pair, ...] = ()
     explanations: tuple[ScalingExplanation, ...] = ()
+    layouts: tuple[LayoutRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     memory_advice: tuple[MemoryAdvice, ...] = ()

@@ -460,6 +460,26 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRow:
+    """One dimension of the layout of a cell: bytes that its busiest rank sends per step, counted and by formula.
+
+    idle_ratio, idle_formula_ratio: of a pipeline, the share of a step in which a rank computes nothing, the mean over
+    ranks, measured on extra steps and by formula. None means unknown or no pipeline.
+    """
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    dimension: str
+    size: int
+    counted_bytes: float | None
+    formula_bytes: float | None
+    formula: str
+    idle_ratio: float | None
+    idle_formula_ratio: float | None
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """One trial of a frontier search, in its own process."""
 

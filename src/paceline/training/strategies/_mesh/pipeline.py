@@ -43,39 +43,39 @@ def schedule_of(
     return kind(parts if several else parts[0], n_microbatches=micro_batches, loss_fn=loss, scale_grads=False)
 
 
-class Stopwatch:
-    """Seconds in which this rank's stages compute, for the bubble: the rest of a step is waiting and sending."""
+class Times:
+    """Seconds in which this rank's stages compute, and those of the whole schedule: the rest is the bubble, with what
+    is sent without overlap."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.busy_s = device, 0.0
+        self.device, self.busy_s, self.wall_s = device, 0.0, 0.0
 
     @contextmanager
-    def running(self, schedule: Any) -> Iterator[None]:
-        """Time every chunk of work of the schedule's stages. It waits for the device, so it is for extra steps only."""
+    def of(self, schedule: Any) -> Iterator[None]:
+        """Time the schedule and every piece of its work."""
         parts = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
         names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+        timed = [(part, name) for part in parts for name in names]
         try:
-            for part in parts:
-                for name in names:
-                    setattr(part, name, self._timed(getattr(part, name)))
+            for part, name in timed:
+                setattr(part, name, self._timed(getattr(part, name)))
+            began = self._now()
             yield
+            self.wall_s += self._now() - began
         finally:
-            for part in parts:
-                for name in names:
-                    part.__dict__.pop(name, None)
+            for part, name in timed:
+                part.__dict__.pop(name, None)
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._drain()
-            began = time.perf_counter()
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self._drain()
-                self.busy_s += time.perf_counter() - began
+            began = self._now()
+            result = work(*args, **kwargs)
+            self.busy_s += self._now() - began
+            return result
 
         return timed
 
-    def _drain(self) -> None:
+    def _now(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter()

@@ -60,7 +60,7 @@ class MeshTrainer(TorchTrainer):
         self.interleaves = layout.pp > 1
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.schedule: Any = None
-        self.watch = pipeline.Stopwatch(seat.device)
+        self.times: pipeline.Times | None = None
 
     # --- forward and backward ---
 
@@ -120,12 +120,21 @@ class MeshTrainer(TorchTrainer):
         losses: list[Tensor] = []
         given = (tokens,) if self.layout.has_first(self.rank) else ()
         more = {"return_outputs": False} if "return_outputs" in inspect.signature(self.schedule.step).parameters else {}
-        with self._loss_context():
+        with self._loss_context(), self.times.of(self.schedule) if self.times else contextlib.nullcontext():
             target = labels if self.layout.has_last(self.rank) else None
             self.schedule.step(*given, target=target, losses=losses, **more)
         accumulation = self.training.accumulation / self.layout.cp
         own = sum((loss.detach() for loss in losses), torch.zeros((), device=self.seat.torch_device))
         return self._total(self._total(own * accumulation, "cp"), "pp")
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[pipeline.Times]:
+        """Time the pipeline of the steps inside, which waits for the device at every piece of work."""
+        self.times = pipeline.Times(self.seat.device)
+        try:
+            yield self.times
+        finally:
+            self.times = None
 
     def _schedule(self, batch: int) -> Any:
         count = self.layout.micro_batches or self.training.accumulation
