@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One rank: its number, its device, when it started (`time.monotonic`), and the directory for checkpoints."""
+    """One rank: its number, its device, when it started (`time.monotonic`), the directory for checkpoints, and the
+    run directory on its node."""
 
     rank: int
     local_rank: int
@@ -33,6 +34,7 @@ class Seat:
     device: str
     taken_at_s: float = field(default_factory=time.monotonic, compare=False)
     checkpoints: str | None = None
+    run_dir: str | None = None
 
     @property
     def torch_device(self) -> str:

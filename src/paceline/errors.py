@@ -6,6 +6,7 @@
     │   └── DamagedRunError  ... because it is not what was sealed: the sentence names the file
     ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
+    ├── ScriptError          the user's training script failed: a record, status "failed" or "oom"
     ├── CheckpointError      a checkpoint could not be written or read: a record, status "failed"
     ├── LaunchError          an engine refused or lost the job: a record, status "failed"; before the first job of a
     │   │                    campaign (`preflight`) a RequestError
@@ -57,6 +58,10 @@ class MissingPackageError(UnsupportedError):
 
 class InvalidRunError(PacelineError):
     """The run finished but its numbers cannot be used."""
+
+
+class ScriptError(PacelineError):
+    """The user's script failed; says how, in its own last words."""
 
 
 class CheckpointError(PacelineError):

@@ -82,6 +82,7 @@ from paceline.experiment import plugins
 import dataclasses
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import *
+from paceline.experiment.script import Script
 from paceline.experiment.serving import Serving
 for name in plugins.names({kind!r}):
     spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny-llama"), steps=1,
@@ -91,6 +92,8 @@ for name in plugins.names({kind!r}):
     if name == "inference" or {kind!r} == "engines":
         engine = Choice("openai", {NEEDED}["openai"])
         spec = dataclasses.replace(spec, workload=Choice("inference"), serving=Serving(), engine=engine)
+    if name == "script":
+        spec = dataclasses.replace(spec, script=Script(command=("train.py",)), strategy=None, steps=0)
     fields = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher", "engines": "engine"}}
     field = fields[{kind!r}]
     chosen = Choice(name, {NEEDED}.get(name, {{}}))

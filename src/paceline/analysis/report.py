@@ -62,7 +62,11 @@ def build(
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
     certificates = certify_all(ordered)
-    windows = {w.run: w for w in (open_window(r) for r in ordered if r.steps and r.spec.is_certified)}
+    windows = {
+        r.spec.run_id: replace(open_window(r), certificate=certificates.get(r.spec.run_id) if r.spec.script else None)
+        for r in ordered
+        if r.steps and r.spec.is_certified
+    }
     runs = tuple(_finding(r, certificates, windows) for r in ordered)
     trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
@@ -197,6 +201,8 @@ def _health(record: RunRecord, window: Window | None, certificate: Certificate |
         found.append(f"warm-up: {window.warmup.text}")
     if window and window.goodput:
         found.append(window.goodput.text)
+    if certificate and certificate.valid and certificate.level_text:
+        found.append(f"equal work: {certificate.level_text}")
     if certificate and certificate.valid and certificate.compared_steps < certificate.steps:
         found.append(f"only {certificate.compared_steps} of {certificate.steps} steps could be compared")
     return tuple(found)
@@ -233,7 +239,9 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         {c.axes["model"] for c, e in evidence if e is not None and e.settings.get("weights") == "random"}, key=str
     ):
         notes.append(f"the weights of {', '.join(map(str, shapes))} are random: only the shape of the model was used")
-    notes += sorted({note for cell in cells if (note := _beyond_context(cell.spec))})
+    notes += sorted({note for cell in cells if not cell.spec.script and (note := _beyond_context(cell.spec))})
+    if any(e is not None and c.spec.script and e.settings.get("data") == "samples" for c, e in evidence):
+        notes.append("a script was given no token ids: each of its samples counts as one token")
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)
         why = "no run has a step beyond its warm-up" if sound else "no run ended ok with a valid certificate"

@@ -102,11 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     if is_shipped("launchers", name) or arguments.launcher:
         launcher = load("launchers", name)
         if hasattr(launcher, "attend"):
-            return int(launcher.attend(arguments.out, lambda: _run(arguments)))
-    return _run(arguments)
+            return int(launcher.attend(arguments.out, lambda: run_experiment(arguments)))
+    return run_experiment(arguments)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_experiment(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import display, status_page
     from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import campaign, interruptible
@@ -188,7 +188,7 @@ def plan(arguments: argparse.Namespace) -> int:
         note += "; more runs may follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         remarks = [_describe(spec)]
-        if spec.is_trained:
+        if spec.is_trained and spec.script is None:
             shape, length = arithmetic.load(spec.model), spec.training.sequence_length
             remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
             layout = declared_layout(spec)

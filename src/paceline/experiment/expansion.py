@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from paceline.errors import RequestError, did_you_mean, require
-from paceline.experiment import design, variables
+from paceline.experiment import design, script, variables
 from paceline.experiment.choices import Choice
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
 from paceline.experiment.plugins import Traits
@@ -145,7 +145,7 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
     several = {key: base.pop(key) for key in tuple(base) if _is_variable_axis(key, base[key])}
 
     def make(fields: Mapping[str, Any]) -> RunSpec:
-        plain = variables.gather(_plain({**base, **fields}))
+        plain = script.gather(variables.gather(_plain({**base, **fields})))
         cell = validate(Cell, _with_options(plain, nested), experiment.name)
         return build(experiment.name, cell, device)
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from paceline.errors import RequestError, Scalar, did_you_mean, require, shown
 from paceline.experiment import plugins, variables
+from paceline.experiment import script as scripts
 from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
 from paceline.experiment.layout import replicas_of
@@ -75,6 +76,10 @@ class OwnFields(Strict):
     max_restarts: int = 0
     checkpoint_every: int | None = None
     env: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    command: list[Any] = Field(default_factory=list)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, Any] = Field(default_factory=dict)
+    work: list[str] = Field(default_factory=list)
 
 
 # The fields of `Serving` are defined there, with their defaults.
@@ -170,6 +175,8 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         # The endpoints already run elsewhere: one process sends the requests.
         offer = Offer(device=device, processes=offer.processes if "processes" in cell.model_fields_set else 1)
     processes = offer.processes if cell.processes == ALL else int(cell.processes)
+    if traits.scripted and "processes" not in cell.model_fields_set:
+        processes = scripts.processes_of(cell.command, cell.parameters, offer.processes)
     topology = Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
     # A test of nodes fine-tunes if its own training does.
     training_of_nodes = str(workload.options.get("training"))
@@ -179,18 +186,20 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     # `engine.loadgen` is another way to write the field `loadgen`, and not an option of any engine.
     loadgen = engine.options.get("loadgen", serving["loadgen"])
     options = {key: value for key, value in engine.options.items() if key != "loadgen"}
+    script = _script(cell, topology) if traits.scripted else None
     model, data = _expand_home(Choice.parse(cell.model)), _expand_home(Choice.parse(cell.data))
     few = f"at least {LEAST_REFERENCE_STEPS}: fewer show too little of a trajectory"
     require(cell.reference_steps >= LEAST_REFERENCE_STEPS, "reference_steps", cell.reference_steps, few)
     strategy = None
-    if traits.trains and not traits.tests_nodes:
+    if traits.trains and not traits.tests_nodes and script is None:
         strategy = plugins.expanded("strategies", Choice.parse(cell.strategy), topology.nodes, processes)
     return RunSpec(
         experiment=name,
         workload=workload,
         strategy=strategy,
+        script=script,
         launcher=launcher,
-        model=model,
+        model=model if script is None or "model" in cell.model_fields_set else Choice(scripts.UNKNOWN_MODEL),
         topology=topology,
         training=Training(
             accumulation=_accumulation(cell, topology.world_size, strategy),
@@ -202,10 +211,28 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         serving=Serving(**serving | {"loadgen": str(loadgen)}) if traits.serves else None,
         engine=Choice(engine.name, options) if traits.serves else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
-        contents=digests(model, data),
+        contents={} if script else digests(model, data),
         env=variables.checked(cell.env, launcher),
-        **{field: getattr(cell, field) for field in _RUN},
+        **{field: getattr(cell, field) for field in _RUN if field != "steps"},
+        steps=cell.steps if script is None or "steps" in cell.model_fields_set else 0,
     )
+
+
+def _script(cell: OwnFields, topology: Topology) -> scripts.Script:
+    """The command of a cell. Fields that Paceline's own training loop reads would have no effect on it."""
+    require(bool(cell.command), "command", cell.command, "the words of a command, such as [train.py, --lr, 0.1]")
+    idle = sorted(
+        {*_TRAINING, *_TUNING, "strategy", "precision", "reduce_dtype", "accumulation", "global_batch", "data"}
+    )
+    given = [name for name in idle if name in cell.model_fields_set and name != "model"]
+    accepted = "fields that have an effect on a script, or names that its command contains in braces"
+    require(not given, cell.workload, ", ".join(given), accepted)
+    run: dict[str, Scalar] = {
+        "device": topology.device,
+        "nodes": topology.nodes,
+        "processes": topology.processes_per_node,
+    }
+    return scripts.build(cell.model_dump(), {**run, "seed": cell.seed, "steps": cell.steps, "repeat": 0})
 
 
 def _traits(workload: str) -> Traits:

@@ -73,6 +73,8 @@ def settings_of(spec: RunSpec) -> Iterator[Setting]:
         for option, decides in _constants(kind, choice).get("USER_ONLY", {}).items():
             if option in choice.options:
                 yield Setting(f"{name}.{option}", name, choice.options[option], decides)
+    if spec.script is not None:
+        yield Setting("command", "command", " ".join(spec.script.command), "the program that the run starts")
     for variable, value in spec.env.items():
         if not _TUNING.fullmatch(variable) or _NO_TUNING.search(variable) or not _PLAIN.fullmatch(value):
             yield Setting(f"env.{variable}", "env", value, "a variable of the ranks")
@@ -92,7 +94,9 @@ def stripped(spec: RunSpec, allowed: Collection[str]) -> tuple[RunSpec, list[Set
     launcher = _without("launcher", launcher, names) if is_ours else Choice("local")
     engine = _without("engine", engine, names) if engine else None
     env = {variable: value for variable, value in spec.env.items() if f"env.{variable}" not in names}
-    return (replace(spec, launcher=launcher, engine=engine, env=env), dropped) if dropped else (spec, [])
+    script = None if "command" in names else spec.script
+    changed = replace(spec, launcher=launcher, engine=engine, env=env, script=script, steps=spec.steps or 1)
+    return (changed, dropped) if dropped else (spec, [])
 
 
 def _without(name: str, choice: Choice, names: Collection[str]) -> Choice:

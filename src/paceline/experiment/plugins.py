@@ -90,7 +90,8 @@ class Traits:
     work against a reference. serves: it sends requests to an engine (fields of `Serving`). fine_tunes: the fields of
     `Tuning` apply. tests_nodes: it measures each node alone; a wrong result is a finding and not a failure.
     probes_limit: it searches for a memory limit, so running out of memory is a result. measures_memory: the report
-    shows its runs in the memory tables. measures_network: it needs no model.
+    shows its runs in the memory tables. measures_network: it needs no model. scripted: it runs the user's own training
+    code (`script.Script`), whose work is observed and graded (docs/scripts.md), not prescribed.
     """
 
     trains: bool = False
@@ -101,6 +102,7 @@ class Traits:
     probes_limit: bool = False
     measures_memory: bool = False
     measures_network: bool = False
+    scripted: bool = False
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Traits:

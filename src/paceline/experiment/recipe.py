@@ -10,6 +10,7 @@ import yaml
 
 from paceline.errors import Scalar, require
 from paceline.experiment import variables
+from paceline.experiment.script import UNKNOWN_MODEL
 from paceline.experiment.spec import RunSpec
 
 
@@ -35,6 +36,8 @@ def recreate(specs: Sequence[RunSpec]) -> dict[str, Any]:
 def fields(spec: RunSpec) -> dict[str, Any]:
     """Every field a user may set, by its name in an experiment file, without those that the workload does not use."""
     t, topology = spec.training, spec.topology
+    if spec.script:
+        return _script_fields(spec)
     return {
         "workload": str(spec.workload),
         "model": str(spec.model),
@@ -67,6 +70,31 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "telemetry_hz": spec.telemetry_hz,
         **({"max_restarts": spec.max_restarts} if spec.max_restarts else {}),
         **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
+        **{f"{variables.PREFIX}{name}": value for name, value in spec.env.items()},
+    }
+
+
+def _script_fields(spec: RunSpec) -> dict[str, Any]:
+    """As `fields`, for a command of the user. Config files are in it with their text, so that nothing is read again."""
+    assert spec.script is not None
+    script, topology = dataclasses.asdict(spec.script), spec.topology
+    return {
+        "workload": str(spec.workload),
+        **({} if spec.model.name == UNKNOWN_MODEL else {"model": str(spec.model)}),
+        "launcher": str(spec.launcher),
+        "device": topology.device,
+        "nodes": topology.nodes,
+        "processes": topology.processes_per_node,
+        "command": list(script["command"]),
+        **{name: dict(script[name]) for name in ("parameters", "files") if script[name]},
+        **({"work": list(script["work"])} if script["work"] else {}),
+        **({"steps": spec.steps} if spec.steps else {}),
+        "warmup": dataclasses.asdict(spec.warmup),
+        "seed": spec.seed,
+        "timeout_s": spec.timeout_s,
+        "stall_s": spec.stall_s,
+        "telemetry_hz": spec.telemetry_hz,
+        **({"max_restarts": spec.max_restarts} if spec.max_restarts else {}),
         **{f"{variables.PREFIX}{name}": value for name, value in spec.env.items()},
     }
 

@@ -30,6 +30,7 @@ from paceline.experiment.choices import Choice as Choice
 from paceline.experiment.factorial import Design
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Traits
+from paceline.experiment.script import UNKNOWN_MODEL, Script
 from paceline.experiment.serving import Serving
 
 SCHEMA = 1
@@ -217,6 +218,7 @@ class RunSpec:
     tuning: Tuning | None = None
     serving: Serving | None = None
     engine: Choice | None = None
+    script: Script | None = None
     launcher: Choice = field(default_factory=lambda: Choice("local"))
     warmup: WarmUp = field(default_factory=WarmUp)
     repeat: int = 0
@@ -240,7 +242,8 @@ class RunSpec:
             self.experiment,
             "letters, digits, '.', '_' and '-', beginning with a letter or digit",
         )
-        require(self.steps >= 1, "steps", self.steps, "a whole number from 1")
+        # 0: a script runs until it ends by itself.
+        require(self.steps >= (0 if self.script else 1), "steps", self.steps, "a whole number from 1")
         require(self.reference_steps >= 2, "reference_steps", self.reference_steps, "a whole number from 2")
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "a whole number from 0")
         every = self.checkpoint_every
@@ -302,10 +305,16 @@ class RunSpec:
     def configuration(self) -> dict[str, Any]:
         """The fields that make the cell: equal for two specs if and only if their cells are equal."""
         unused: tuple[str, ...] = () if self.is_trained else ("training", "warmup", "steps")
+        if self.script:
+            unused = ("training",)
         if self.serving:
             # Data and precision are fields of `training`.
             unused = ("warmup", "steps")
-        return self._without(*NO_CELL, *unused)
+        fields = self._without(*NO_CELL, *unused)
+        if self.script:
+            # Two versions of a script are one cell, so that they can be compared.
+            del fields["script"]["code"]
+        return fields
 
     @cached_property
     def cell(self) -> str:
@@ -318,6 +327,7 @@ class RunSpec:
         strategy = str(self.strategy) if self.strategy else None
         # For a directory, the last path component is enough: the digest covers the rest. File names have a limit.
         model = None if self.traits.measures_network else str(_last_part(self.model.name))[:40]
+        model = self.script.title.removesuffix(".py")[:40] if self.script else model
         label = "-".join(filter(None, (workload, strategy, model, f"{self.topology.world_size}x")))
         slug = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()
         return f"{slug}-r{self.repeat}-{_digest(self._without(*NO_RUN))[:10]}"
@@ -326,6 +336,9 @@ class RunSpec:
     def work(self) -> str:
         """Same for all runs that must follow one loss trajectory: model, data, global batch, dtypes and optimizer."""
         t = self.training
+        if self.script:
+            script = {name: self.script.parameters[name] for name in self.script.work}
+            return _digest({"script": script, "model": str(self.model), "device": self.topology.device})
         return _digest(
             {
                 "model": str(self.model),
@@ -352,6 +365,10 @@ class RunSpec:
         return last[0] in last[1:]
 
     @property
+    def _is_model_unknown(self) -> bool:
+        return self.script is not None and self.model.name == UNKNOWN_MODEL
+
+    @property
     def data_text(self) -> str:
         return _short_name(self.training.data, self.contents.get("data"))
 
@@ -361,7 +378,7 @@ class RunSpec:
         axes: dict[str, Scalar] = {
             "workload": str(self.workload),
             "strategy": str(self.strategy) if self.strategy else None,
-            "model": None if self.traits.measures_network else self.model_text,
+            "model": None if self.traits.measures_network or self._is_model_unknown else self.model_text,
             "launcher": self.launcher.name,
             "device": self.topology.device,
             "nodes": self.topology.nodes,
@@ -383,6 +400,8 @@ class RunSpec:
                 "precision": t.precision.compute,
                 "data": self.data_text,
             }
+        elif self.script:
+            axes |= {"script": self.script.title, **self.script.parameters}
         elif self.is_trained:
             axes |= {
                 "precision": t.precision.compute,
@@ -402,14 +421,16 @@ class RunSpec:
                 axes["optimizer"] = self.tuning.optimizer
         if self.env:
             axes["env"] = " ".join(f"{name}={value}" for name, value in self.env.items())
-        axes["seed"] = self.seed
+        if not self.script:
+            axes["seed"] = self.seed
         return axes | {"steps": self.steps} if self.is_trained and not s else axes
 
     def to_dict(self) -> dict[str, Any]:
         """As spec.json stores it. Shipped plugins are not recorded in `declared`: their files say it."""
         values = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        if not self.env:
-            del values["env"]
+        for name in ("env", "script"):
+            if not getattr(self, name):
+                del values[name]
         declared: dict[str, dict[str, Any]] = {}
         for kind, choice in (("workloads", self.workload), ("launchers", self.launcher), ("engines", self.engine)):
             constants = None
@@ -435,6 +456,7 @@ class RunSpec:
             "training": Training(**training),
             "tuning": Tuning(**values["tuning"]) if values.get("tuning") else None,
             "serving": Serving(**values["serving"]) if values.get("serving") else None,
+            "script": Script.from_dict(values["script"]) if values.get("script") else None,
             "design": Design.from_dict(values["design"]) if values.get("design") else None,
         }
         for key in ("workload", "model", "strategy", "launcher", "engine"):
@@ -444,7 +466,7 @@ class RunSpec:
     def _without(self, *fields: str) -> dict[str, Any]:
         """The fields that make an identity. Fields that were added later count only where they are set, so that older
         runs keep their ids."""
-        added_later = ("tuning", "contents", "checkpoint_every", "serving", "engine", "env")
+        added_later = ("tuning", "contents", "checkpoint_every", "serving", "engine", "env", "script")
         empty = tuple(name for name in added_later if not getattr(self, name))
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
         for kind, key in (("launchers", "launcher"), ("engines", "engine")):

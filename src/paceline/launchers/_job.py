@@ -31,6 +31,9 @@ Answer = TypeVar("Answer")
 
 def rank_environment(spec: RunSpec, threads: int, own: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the variables of every rank: Paceline's, those of the launcher's options, and those of the spec."""
+    if spec.script:
+        # A script gets the environment that it would have without Paceline.
+        return {**{name: str(value) for name, value in (own or {}).items()}, **spec.env}
     return {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",

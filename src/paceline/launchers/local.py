@@ -76,7 +76,8 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     if chosen.shared_gpu:
         env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
     # Forking then replaces the command above; see _warm.
-    forks = chosen.warm and chosen.threads == 1 and topology.device == "cpu" and spec.is_trained
+    trains_here = spec.is_trained and spec.script is None
+    forks = chosen.warm and chosen.threads == 1 and topology.device == "cpu" and trains_here
     settings: dict[str, Any] = {}
     if forks and sys.platform == "linux":
         # A strategy with imports of its own gets its own warm process, so that they do not count in the resident memory

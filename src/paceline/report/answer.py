@@ -152,7 +152,8 @@ def _margin(versus: Comparison, where: str = "") -> str:
     c = turned(versus) if versus.verdict == WORSE else versus
     ratio, interval = ratio_words(c.ratio, c.low, c.high)
     words = _MARGINS[c.metric].format(ratio=ratio)
-    return f"{c.label} {words} {c.other_label}{where}{interval}"
+    level = f"; equal work: {c.level}" if c.level else ""
+    return f"{c.label} {words} {c.other_label}{where}{interval}{level}"
 
 
 def _where(report: Report, found: Recommendation) -> str:

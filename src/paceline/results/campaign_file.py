@@ -136,18 +136,20 @@ class Pulse:
 
     @property
     def steps(self) -> int | None:
-        return self.spec.steps if self.spec.is_trained else None
+        return self.spec.steps or None if self.spec.is_trained else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self.spec.tokens_per_step / self.step_s if self.step_s and self.spec.is_trained else None
+        known = self.step_s and self.spec.is_trained and self.spec.script is None
+        return self.spec.tokens_per_step / self.step_s if known and self.step_s else None
 
     @property
     def left_s(self) -> float | None:
         """Time for the remaining steps at the recent rate. For an inference run, time for the remaining requests at the
         mean rate since the start, once enough of them have finished."""
         if self.spec.is_trained:
-            return max(self.spec.steps - self.step, 0) * self.step_s if self.step_s else None
+            known = self.step_s if self.spec.steps else None
+            return max(self.spec.steps - self.step, 0) * known if known else None
         whole = requests_planned(self.spec)
         if whole is None or self.phase != "timing" or self.step < FEWEST_REQUESTS_RATIO * whole:
             return None
@@ -179,7 +181,7 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         began_at=(run_dir / "spec.json").stat().st_mtime,
         rank=behind.rank,
         # Profiled steps follow the window; requests are not steps.
-        step=behind.step if spec.serving else min(behind.step, spec.steps),
+        step=behind.step if spec.serving or not spec.steps else min(behind.step, spec.steps),
         phase=behind.phase,
         beat=max(p.beat for p in positions),
         step_s=fmean(seconds) if seconds else None,

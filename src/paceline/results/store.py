@@ -59,7 +59,7 @@ _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
 EARLIER = "attempts"
 # Files of ranks besides samples and progress, moved aside so that they do not pass for those of a later attempt.
-LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
+LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*", "trace-*")
 # With fewer runs, starting processes takes longer than it saves.
 PARALLEL_FROM = 100
 MOST_READERS = 8

@@ -21,7 +21,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from paceline.contract import Seat, devices_per_rank
-from paceline.errors import InvalidRunError, RequestError, UnsupportedError
+from paceline.errors import InvalidRunError, RequestError, ScriptError, UnsupportedError
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.gauges import Sampler, Snapshot
@@ -133,14 +133,16 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
     try:
         spec = store.read_spec(run_dir)
         check_variables(spec)
-        seat = replace(take_seat(spec, rank), checkpoints=checkpoint_folder(spec, run_dir))
-        recorder.device = seat.device
+        seat = replace(take_seat(spec, rank), checkpoints=checkpoint_folder(spec, run_dir), run_dir=str(run_dir))
+        # The memory of a script is that of its own process.
+        recorder.device = None if spec.script else seat.device
         if seat.local_rank == 0:
             facts = {**machine_facts(probe()), "host": placement.node_name(os.environ)}
             store.write_json(run_dir / f"machine-{facts['host']}.json", facts)
         with gauged(run_dir, spec, seat):
             # Inference ranks need no process group: they coordinate through a store and leave the GPUs to the engine.
-            joins = spec.serving is None
+            # A script joins its own.
+            joins = spec.serving is None and spec.script is None
             # Without torchrun, rank 0 runs the store of the job until it ends.
             _store = torchrun.host_store()
             if joins:
@@ -148,13 +150,17 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
             load("workloads", spec.workload.name).run(spec, seat, recorder)
             if joins:
                 leave()
-        recorder.progress(spec.steps, "done")
+        if spec.steps:
+            recorder.progress(spec.steps, "done")
         return Status.OK, None
     except (UnsupportedError, RequestError) as error:
         # Some request errors show only in the data, such as an invalid line late in a file.
         return Status.UNSUPPORTED, str(error)
     except InvalidRunError as error:
         return Status.INVALID, str(error)
+    except ScriptError as error:
+        # The script has printed its own traceback.
+        return (Status.OOM if _OOM.search(str(error)) else Status.FAILED), str(error)
     except Exception as error:
         traceback.print_exc()
         return classify(error)

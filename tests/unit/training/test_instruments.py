@@ -13,6 +13,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
 
 from paceline.training import instruments  # noqa: E402
+from paceline.training.attachment import paceline_digests, paceline_wire  # noqa: E402
 from paceline.training.instruments import HostClock, Stopwatch, WireCounter, digest_parameters, read_memory, reset_peak  # noqa: E402
 from paceline.training.observation import Audit  # noqa: E402
 
@@ -67,8 +68,8 @@ def test_a_digest_sees_zeros() -> None:
 
 def test_a_digest_does_not_depend_on_chunks_or_strides() -> None:
     value = weights(64, 32)
-    assert instruments._digest_values(value, chunk=100) == instruments._digest_values(value)
-    assert instruments._digest_values(value.t().contiguous().t()) == instruments._digest_values(value)
+    assert paceline_digests.digest_values(value, chunk=100) == paceline_digests.digest_values(value)
+    assert paceline_digests.digest_values(value.t().contiguous().t()) == paceline_digests.digest_values(value)
 
 
 # --- clocks ---
@@ -277,7 +278,7 @@ def test_each_operator_is_counted_by_hand(
     monkeypatch: pytest.MonkeyPatch, operator: str, args: Any, result: Any, operation: str, payload: int
 ) -> None:
     """In a group of four, once per call however many tensors it took; of gather and scatter all ranks' parts are S."""
-    monkeypatch.setattr(instruments, "_group_of", lambda args: (4, ""))
+    monkeypatch.setattr(paceline_wire, "_group_of", lambda args: (4, ""))
     counter = WireCounter()
     counter.add(operator, args(), result and [single(n) for n in result])
     assert dict(counter.bytes) == {(operation, "fp32", 4, ""): payload}
@@ -286,7 +287,7 @@ def test_each_operator_is_counted_by_hand(
 
 def test_an_unknown_operator_is_kept_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would pass for the whole otherwise; what sends nothing makes nothing unknown."""
-    monkeypatch.setattr(instruments, "_group_of", lambda args: (4, ""))
+    monkeypatch.setattr(paceline_wire, "_group_of", lambda args: (4, ""))
     counter = WireCounter()
     counter.add("all_reduce_sparsely_", (single(6), "sum", "0"), None)
     counter.add("signal_", ("0",), None)
@@ -304,7 +305,7 @@ def test_every_operator_of_this_torch_is_decided_on() -> None:
     known = {name for namespace, name in schemas if namespace in ("c10d", "_c10d_functional")}
     assert "all_reduce" in known
     # A batch of sends and receives in one call: no count of ours tells them apart.
-    assert known - set(instruments._OPERATIONS) - set(instruments._SILENT) <= {"batch_p2p_ops"}
+    assert known - set(paceline_wire._OPERATIONS) - set(paceline_wire._SILENT) <= {"batch_p2p_ops"}
 
 
 def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:

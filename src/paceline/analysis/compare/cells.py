@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.analysis.findings import Comparison
+from paceline.analysis.findings import CONSISTENT, Comparison
 from paceline.analysis.findings.cell_axes import DEVICE, axis_text, distinguishing_axes
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import Ratio, ratio_between
@@ -86,7 +86,8 @@ def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
     """Equal for cells that agree in everything but `fields`, on one kind of device, with the same debug switches."""
     skipped = set(fields)
     rest = {name: value for name, value in cell.fields.items() if name not in skipped}
-    return json.dumps([rest, more, device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
+    same = [rest, more, device_kind(cell), cell.switches, cell.shared_gpu]
+    return json.dumps([*same, *([cell.observed_work] if cell.spec.script else [])], sort_keys=True)
 
 
 # --- one pair ---
@@ -107,6 +108,8 @@ def comparison(
         raise RequestError(refused)
     ids, runs = (sides[0].id, sides[1].id), sides[0].runs + sides[1].runs
     judged = judged_ratio(metric, better, ids, names, found, family=family, axes=axes, runs=runs)
+    levels = [cell.level for cell in sides if cell.level]
+    judged = replace(judged, level=CONSISTENT if CONSISTENT in levels else next(iter(levels), None))
     a, b = (cell.throttled_ratio for cell in sides)
     if metric in UNSLOWED_METRICS or a is None or b is None or abs(a - b) <= THROTTLED_APART:
         return judged
@@ -122,7 +125,8 @@ def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
     """
     if metric not in PER_STEP:
         return None
-    kinds = {(spec.training.sequence_length, str(spec.training.data)) for spec in specs}
+    # Foreign scripts that are compared have the same tokens in every step.
+    kinds = {(spec.training.sequence_length, str(spec.training.data)) for spec in specs if not spec.script}
     if len(kinds) < 2:
         return None
     differs = "lengths" if len({length for length, _ in kinds}) > 1 else "data"
@@ -140,17 +144,26 @@ def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:
 
 
 def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> list[Compared]:
-    """Every group of at least two certified cells, with all its pairs. A metric without spread is not compared."""
+    """Every group of at least two certified cells, with all its pairs. A metric without spread is not compared.
+
+    Parameters of foreign scripts are axes as well."""
     named = title_axes(cells)
+    axes = list(dict.fromkeys([*axes, *(name for c in cells if c.spec.script for name in c.spec.script.parameters)]))
     return [Compared(group, tuple(_pairs(group))) for axis in axes for group in groups_of(cells, axis, named)]
 
 
 def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
     def key(cell: Cell) -> str:
-        same = {"global_batch": cell.spec.global_batch} if axis in ("strategy", "micro_batch") else {}
-        return key_without(cell, AXES[axis], **same)
+        keeps_batch = axis in ("strategy", "micro_batch") and not cell.spec.script
+        same = {"global_batch": cell.spec.global_batch} if keeps_batch else {}
+        return key_without(cell, (*AXES.get(axis, ()), f"script.parameters.{axis}"), **same)
 
-    usable = [cell for cell in cells if axis not in TUNED_AXES or cell.spec.tuning is not None]
+    usable = [
+        cell
+        for cell in cells
+        if (axis in cell.spec.script.parameters if cell.spec.script else axis in AXES)
+        and (axis not in TUNED_AXES or cell.spec.tuning is not None or cell.spec.script)
+    ]
     by_key = grouped(usable, key).items()
     return [_group(axis, digest(axis, same), members, named) for same, members in by_key if len(members) > 1]
 
@@ -175,7 +188,7 @@ def name_of(spec: RunSpec, axis: str) -> str:
     value = spec.axes().get(axis)
     if axis == "strategy":
         return str(value or spec.workload)
-    if axis == "micro_batch":
+    if axis == "micro_batch" and not spec.script:
         return f"micro batch {value} x {spec.training.accumulation}"
     return _setting(axis, value)
 

@@ -16,12 +16,14 @@ from typing import Any
 
 from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.comparable import Judged, Quantity, Subject, judge, rate_searched, subject_of
-from paceline.analysis.findings import BETTER, EQUAL, WORSE, Between, Change, Differing, Lost
+from paceline.analysis.findings import BETTER, DIFFERENT, EQUAL, WORSE, Between, Change, Differing, Lost
 from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
 from paceline.analysis.statistics.verdict import BETWEEN_DAYS, ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics, trust
+from paceline.analysis.training.certificate.observed import observe
+from paceline.analysis.training.equality import Grade, grade_between
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import PERCENTILE
@@ -40,12 +42,13 @@ _UNUSED = ("training", "warmup", "steps")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One cell in both folders. unequal says why the served work differs; None if it is equal."""
+    """One cell in both folders. unequal says why the work differs; None if it is equal. grade: of foreign scripts."""
 
     first: Subject
     second: Subject
     differences: tuple[Differing, ...]
     unequal: str | None = None
+    grade: Grade | None = None
 
     @property
     def same_runs(self) -> bool:
@@ -84,7 +87,13 @@ def compare_experiments(
             # Training has its certificates; inference must show that both did the same work.
             checks = equal_work.checks(first.records, second.records) if first.spec.serving else ()
             reasons = equal_work.reasons(checks)
-            pairs[cell] = Pair(first, second, differing, f"not equal work: {'; '.join(reasons)}" if reasons else None)
+            unequal = f"not equal work: {'; '.join(reasons)}" if reasons else None
+            grade = None
+            if first.spec.script and second.spec.script:
+                sides = ([observe(record) for record in side.records] for side in (first, second))
+                grade = grade_between(*sides)
+                unequal = f"not equal work: {grade.text}" if grade.level == DIFFERENT else None
+            pairs[cell] = Pair(first, second, differing, unequal, grade)
     lost = _lost(a, b, matched)
     met = list(pairs.values())
     for pair in () if across_devices else met:
@@ -302,6 +311,7 @@ def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
         verdict=verdict,
         reason=reason,
         differences=tuple(d for d in f.pair.differences if d not in shared),
+        level=None if f.pair.grade is None else f.pair.grade.text,
         runs_first=f.pair.first.runs,
         runs_second=f.pair.second.runs,
     )

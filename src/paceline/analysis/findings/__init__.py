@@ -46,6 +46,9 @@ from paceline.analysis.findings.served import (
 )
 from paceline.analysis.findings.training import (
     BETTER,
+    CERTIFIED,
+    CONSISTENT,
+    DIFFERENT,
     EQUAL,
     HIGHER,
     INCONCLUSIVE,

@@ -19,7 +19,7 @@ def describe(axes: Mapping[str, Scalar], named: Sequence[str] = _ALWAYS_NAMED) -
     >>> describe({"strategy": "ddp", "model": "gpt-tiny", "world_size": 2, "device": "cpu"})
     'ddp, gpt-tiny, 2 processes'
     """
-    first = str(axes.get("strategy") or axes.get("workload") or "")
+    first = str(axes.get("strategy") or axes.get("script") or axes.get("workload") or "")
     return ", ".join(filter(None, (first, *(axis_text(name, axes) for name in named if axes.get(name) is not None))))
 
 

@@ -23,7 +23,8 @@ class Change:
     """One metric of one cell, B over A. subject is `cell`, or `row` for one row of a sweep, which `row` names.
 
     low, high and detectable_ratio are None if the data supports no interval. verdict (about B) is then None too, and
-    reason says why. differences are those of this cell that not all cells share.
+    reason says why. differences are those of this cell that not all cells share. level: how equal the work of a foreign
+    script is on both sides; None for other workloads.
     """
 
     subject: str
@@ -44,6 +45,7 @@ class Change:
     differences: tuple[Differing, ...]
     runs_first: tuple[str, ...]
     runs_second: tuple[str, ...]
+    level: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

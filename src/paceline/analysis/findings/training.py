@@ -144,7 +144,8 @@ class Measurement:
 class Check:
     """One line of a certificate: what the group expects, and what this run did.
 
-    basis: `observed` in the process by Paceline, `counted` there, or `declared` by the strategy.
+    basis: `observed` in the process by Paceline, `counted` there, or `declared` by the strategy. grades: a difference
+    lowers the level of a foreign script instead of making its run invalid.
     """
 
     name: str
@@ -152,6 +153,11 @@ class Check:
     expected: str
     observed: str
     basis: str = "observed"
+    grades: bool = False
+
+
+# How equal the work of a foreign script is to that of its baseline.
+CERTIFIED, CONSISTENT, DIFFERENT = "certified", "consistent", "different"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +175,8 @@ class Certificate:
     """Proof that a run did the same work as its group, or the reasons why not.
 
     steps: the recorded steps. compared_steps: those whose loss and gradient norm were compared with the reference or
-    with other cells.
+    with other cells. For a foreign script, work is what was observed of it; level and grade say how equal the run is to
+    the first of the same work, and differs what distinguishes it from the first run of the group.
     """
 
     run: str
@@ -180,14 +187,23 @@ class Certificate:
     steps: int = 0
     compared_steps: int = 0
     loss: LossCurve | None = field(default=None, metadata={"exported": False})
+    level: str | None = None
+    grade: str | None = None
+    differs: tuple[str, ...] = ()
 
     @property
     def valid(self) -> bool:
-        return bool(self.checks) and all(check.ok for check in self.checks)
+        return bool(self.checks) and all(check.ok or check.grades for check in self.checks)
+
+    @property
+    def level_text(self) -> str | None:
+        """The level of a foreign script against the first run of its group; None for other workloads."""
+        return f"{DIFFERENT} ({'; '.join(self.differs)})" if self.differs else self.grade
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        return tuple(f"{c.name}: expected {c.expected}, observed {c.observed}" for c in self.checks if not c.ok)
+        failed = (check for check in self.checks if not check.ok and not check.grades)
+        return tuple(f"{c.name}: expected {c.expected}, observed {c.observed}" for c in failed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +214,8 @@ class Comparison:
     family, low and high are not. For a speed, throttled holds the shares of steps while throttled of `cell` and `other`
     if they differ enough to matter. launches is the smaller number of launches of the two; one launch has no verdict:
     it is inconclusive, and detectable_ratio is None. launches_needed: about how many launches of each would decide an
-    inconclusive one; None if unknown, or more than anybody would make.
+    inconclusive one; None if unknown, or more than anybody would make. level: how equal the work of two foreign scripts
+    is; None for other workloads.
     """
 
     metric: str
@@ -219,6 +236,7 @@ class Comparison:
     throttled: tuple[float, float] | None = None
     launches: int | None = None
     launches_needed: int | None = None
+    level: str | None = None
 
     @property
     def is_decided(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, Measurement
+from paceline.analysis.findings import CONSISTENT, HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings
 from paceline.analysis.machine.ceilings import device_names
@@ -22,6 +22,7 @@ from paceline.analysis.statistics.intervals import Array, Resampled
 from paceline.analysis.training.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.errors import RequestError, Scalar
 from paceline.experiment.layout import declared_layout
+from paceline.experiment.script import UNKNOWN_MODEL
 from paceline.experiment.spec import RunSpec
 from paceline.models import adapters, arithmetic, parallel
 from paceline.models.adapters import DTYPE_BYTES as DTYPE_BYTES
@@ -67,6 +68,17 @@ class Cell:
     def switches(self) -> dict[str, str]:
         """Debug switches of all runs: a certificate accepts them only if the whole group has them."""
         return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
+
+    @property
+    def level(self) -> str | None:
+        """How equal the work of a foreign script is to that of its baseline; None for other workloads."""
+        levels = [w.certificate.level for w in self.windows if w.certificate and w.certificate.level]
+        return CONSISTENT if CONSISTENT in levels else next(iter(levels), None)
+
+    @property
+    def observed_work(self) -> list[str]:
+        """What foreign scripts were observed to do; empty for other workloads, which prescribe it."""
+        return sorted({w.certificate.work for w in self.windows if w.certificate})
 
     @property
     def throttled_ratio(self) -> float | None:
@@ -121,8 +133,9 @@ def flat(spec: RunSpec) -> dict[str, Any]:
     """The fields that define the cell, by dotted name; a choice is one field, without options that do not affect it."""
     fields: dict[str, Any] = {}
     for name, value in spec.configuration().items():
-        inner = value if name in ("topology", "training", "tuning", "warmup", "serving") else None
+        inner = value if name in ("topology", "training", "tuning", "warmup", "serving", "script") else None
         fields |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
+    fields |= {f"script.parameters.{key}": part for key, part in fields.pop("script.parameters", {}).items()}
     precision = fields.pop("training.precision", {})
     return fields | {f"training.precision.{key}": value for key, value in precision.items()}
 
@@ -219,9 +232,17 @@ def _predicted_wire(cell: Cell) -> Estimate:
     return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
 
 
+def compute_dtype(cell: Cell) -> str:
+    """The dtype of the matrix products: requested, or for a foreign script as observed."""
+    evidence = cell.windows[0].record.evidence
+    if cell.spec.script and evidence:
+        return str(evidence.dtypes.get("compute"))
+    return cell.spec.training.precision.compute
+
+
 def dense_peak(cell: Cell) -> tuple[float | None, str]:
     """FLOP/s of one GPU in the compute dtype, and its source; None with the reason, never that of another GPU."""
-    dtype = cell.spec.training.precision.compute
+    dtype = compute_dtype(cell)
     if cell.spec.topology.device == "cpu":
         return None, "MFU needs a dense peak, which is unknown for a CPU"
     if cell.shared_gpu:
@@ -239,7 +260,7 @@ def dense_peak(cell: Cell) -> tuple[float | None, str]:
 
 def measured_peak(cell: Cell) -> tuple[float | None, str]:
     """The best matrix product in the compute dtype measured on this kind of device, as `dense_peak`; no fallback."""
-    dtype = cell.spec.training.precision.compute
+    dtype = compute_dtype(cell)
     if cell.shared_gpu:
         return None, SHARED_GPU
     found = cell.achievable.get(dtype)
@@ -254,13 +275,18 @@ def flops_per_token(cell: Cell, convention: str = "causal", *, recomputed: bool 
 
     For packed documents the causal convention counts the keys that tokens attended to, mean over the window.
     """
+    if cell.spec.script and cell.spec.model.name == UNKNOWN_MODEL:
+        raise RequestError("MFU needs the shape of the model, which a script does not state: set `model`")
     shape, training, tuning = cell.windows[0].record.shape, cell.spec.training, cell.spec.tuning
     length = training.sequence_length
+    if cell.spec.script:
+        seen = cell.per("positions", "samples")
+        length = round(seen.value) if seen else length
     if tuning is None:
         again = arithmetic.recomputed_flops_per_token(shape, length, training.checkpointing, convention)
         return arithmetic.flops_per_token(shape, length, convention) + (again if recomputed else 0)
-    seen = cell.per("attended_keys", "tokens") if convention == "causal" else None
-    keys = seen.value if seen else (length + 1) / 2 if convention == "causal" else length
+    attended = cell.per("attended_keys", "tokens") if convention == "causal" else None
+    keys = attended.value if attended else (length + 1) / 2 if convention == "causal" else length
     again_tuned = adapters.recomputed_flops_per_token(shape, tuning, keys, training.checkpointing)
     return adapters.flops_per_token(shape, tuning, keys) + (again_tuned if recomputed else 0)
 

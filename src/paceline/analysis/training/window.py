@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.findings import Goodput, WarmUpOutcome
+from paceline.analysis.findings import Certificate, Goodput, WarmUpOutcome
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training import energy, gauges
@@ -42,6 +42,7 @@ class Window:
     """One run after warm-up: a row per step (STEP_COLUMNS) and a row for the launch (LAUNCH_COLUMNS); NaN is missing.
 
     measured are the steps of the rows: those after warm-up, and after every restart those after its own warm-up.
+    certificate: of a foreign script, once it was graded.
     """
 
     run: str
@@ -54,6 +55,7 @@ class Window:
     throttling: gauges.Throttling | None = None
     measured: tuple[int, ...] = ()
     goodput: Goodput | None = None
+    certificate: Certificate | None = None
 
     @property
     def seconds(self) -> Array:

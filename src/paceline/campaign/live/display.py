@@ -150,7 +150,7 @@ class Bars(Lines):
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         super().started(spec, run_dir)
         self.below = left_text(self.left_s(None))
-        steps = spec.steps if spec.is_trained else None
+        steps = spec.steps or None if spec.is_trained else None
         self.progress.reset(self.current, total=steps, visible=True, description=title(spec))
 
     def show(self, pulse: Pulse) -> None:

@@ -14,6 +14,10 @@ def title(spec: RunSpec) -> str:
     """A short name of a run, from the settings that usually vary."""
     if spec.serving:
         return f"{spec.workload.name} {spec.serving.scenario} x{spec.topology.world_size} repeat {spec.repeat + 1}"
+    if spec.script:
+        values = [f"{name} {value}" for name, value in spec.script.parameters.items()]
+        ranks = f"x{spec.topology.world_size} repeat {spec.repeat + 1}"
+        return " ".join([", ".join([spec.script.title, *values]), ranks])
     if not spec.is_trained:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if spec.traits.measures_memory:
@@ -38,6 +42,7 @@ def pulse_text(pulse: Pulse) -> str:
     """`step 12 of 40, backward, 12,345 tokens/s, peak 1.20 GiB, loss 5.123, trust green`, or a note of the workload
     (`412 of 662 needed, 1 late`); unknown values are left out."""
     step = f"step {min(pulse.step + 1, pulse.steps)} of {pulse.steps}" if pulse.steps else None
+    step = f"step {pulse.step + 1}" if pulse.spec.script and not pulse.steps else step
     rate = pulse.tokens_per_s
     parts = (
         step,

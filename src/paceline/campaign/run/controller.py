@@ -201,7 +201,7 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
     """
     references: dict[str, RunSpec] = {}
     for spec in specs:
-        if spec.is_certified and unsupported(spec) is None:
+        if spec.is_certified and spec.script is None and unsupported(spec) is None:
             candidates = [reference_of(spec), *filter(None, [references.get(spec.work)])]
             smallest = min(reversed(candidates), key=lambda s: s.training.micro_batch)
             least = max(int(str(s.workload.options["least"])) for s in candidates)
@@ -336,7 +336,7 @@ def load_own(
 
 def unsupported(spec: RunSpec) -> str | None:
     """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
-    trains = spec.is_certified or spec.checkpoint_every is None
+    trains = (spec.is_certified and spec.script is None) or spec.checkpoint_every is None
     accepted = f"null for the workload {spec.workload.name}, which writes no checkpoints"
     require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
     plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]

@@ -42,7 +42,7 @@ FILE_LINE = "@paceline/file"
 # Limit for the files of one node: far above any run, far below the memory of a controller.
 LARGEST_WHOLE = 1 << 30
 # Files of ranks. Other names in a log are never written.
-CARRIED = re.compile(r"(samples|outcome|machine|stack|progress|loadgen)-[A-Za-z0-9._-]{1,200}")
+CARRIED = re.compile(r"(samples|outcome|machine|stack|progress|loadgen|trace)-[A-Za-z0-9._-]{1,200}")
 # Numbers as an agent writes them. Python's int() would also accept signs, spaces and other scripts.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,11}")
 MOST_NODES = 65_536

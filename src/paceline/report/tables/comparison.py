@@ -71,7 +71,8 @@ def change_text(c: Change) -> str:
     size, interval = percent_text(c.ratio, c.low, c.high)
     way = "lower" if c.ratio < 1 else "higher"
     name = c.label if c.row is None else f"{c.label}, {c.row}"
-    return f"{name}: {c.metric} {size} {way}" + (f" (95 % interval {interval})" if interval else "")
+    level = f"; equal work: {c.level}" if c.level else ""
+    return f"{name}: {c.metric} {size} {way}" + (f" (95 % interval {interval})" if interval else "") + level
 
 
 # --- the sentence ---

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from paceline.analysis.findings import (
     BETTER,
+    CERTIFIED,
     WORSE,
     Certificate,
     Comparison,
@@ -193,7 +194,11 @@ def _ranking_columns(group: Group) -> list[Filled[Row]]:
         (Column("vs best"), lambda row: _versus(row, group)),
         (
             Column("equal work", priority=1),
-            lambda row: Cell(f"certified, {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}", "", "good"),
+            lambda row: Cell(
+                f"{group.levels.get(row.cell, CERTIFIED)}, {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}",
+                "",
+                "good" if group.levels.get(row.cell, CERTIFIED) == CERTIFIED else "",
+            ),
         ),
         _metric(group, "step_time_s", "step time", 2, interval=True),
         _metric(group, "mfu_ratio", "MFU (causal)", 4),
@@ -324,7 +329,10 @@ def certification(report: Report) -> Table | None:
         (numeric("checks"), lambda found: str(max(len(c.checks) for c in found))),
         (
             Column("outcome", prose=True),
-            lambda found: "; ".join(dict.fromkeys(why for c in found for why in c.reasons)) or "all agree",
+            lambda found: (
+                "; ".join(dict.fromkeys(why for c in found for why in (*c.reasons, *filter(None, [c.level_text]))))
+                or "all agree"
+            ),
         ),
         (
             Column("reference"),

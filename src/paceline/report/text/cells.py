@@ -9,10 +9,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.analysis.findings import (
     BETTER,
+    DIFFERENT,
     INCONCLUSIVE,
     WORSE,
     Certificate,
@@ -51,7 +52,8 @@ class Row:
 class Group:
     """Cells that differ in strategy only, on one kind of device, the highest throughput first.
 
-    warnings are true of every run in it; heading says what the labels of its rows are.
+    warnings are true of every run in it; heading says what the labels of its rows are. levels: by cell, how equal the
+    work of foreign scripts is.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Group:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     heading: str = "strategy"
+    levels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_listed(self) -> bool:
@@ -172,13 +175,16 @@ class _Context:
     health: Mapping[str, tuple[str, ...]]
     devices: Mapping[str, str | None]
     caveats: tuple[tuple[frozenset[str], tuple[str, ...]], ...]
+    levels: Mapping[str, str]
 
     @classmethod
     def of(cls, report: Report) -> _Context:
         cited = ((frozenset((c.cell, c.other)), r.caveats) for r in report.recommendations for c in r.because[:1])
         health = {run.run: run.health for run in report.runs}
         devices = {run.run: run.device_name for run in report.runs}
-        return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited))
+        graded = [c for c in report.certificates if c.level]
+        levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
+        return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels)
 
     def placed(self, m: Measurement) -> dict[str, Scalar]:
         """The axes of a measurement with the kinds of device that its runs were made on."""
@@ -210,7 +216,8 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
     title = ", ".join(axis_text(name, axes) for name in context.named if axes.get(name) is not None)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
     warnings = tuple(note for note in health[0] if all(note in other for other in health))
-    return Group(title, axes, rows, _notes(context, rows), warnings)
+    heading = "script" if axes.get("script") else "strategy"
+    return Group(title, axes, rows, _notes(context, rows), warnings, heading, context.levels)
 
 
 def _designed(names: Mapping[str, str], alone: list[Group]) -> Group:

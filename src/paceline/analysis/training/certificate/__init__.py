@@ -51,12 +51,15 @@ from paceline.analysis.training.certificate.work import (
     ranks_agree,
     tokens_per_step,
 )
+from paceline.analysis.training.equality import certify_scripts
 from paceline.results.records import RunRecord, Status
 
 
 def certify(record: RunRecord, reference: RunRecord | None, peers: Sequence[RunRecord]) -> Certificate:
     """Certificate of one run; peers are the other runs of the same work."""
     run = observe(record)
+    if record.spec.script:
+        return certify_scripts([run, *map(observe, peers)])[run.run]
     return _judge(run, standard_of(reference, [run, *(observe(p) for p in peers if p.evidence)]))
 
 
@@ -74,6 +77,9 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
     found: dict[str, Certificate] = {}
     for work, members in groups.items():
         runs = [observe(record) for record in members]
+        if members[0].spec.script:
+            found |= certify_scripts(runs)
+            continue
         standard = standard_of(references.get(work), runs)
         found |= {run.run: _judge(run, standard) for run in runs}
     return found

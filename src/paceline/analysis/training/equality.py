@@ -1,0 +1,313 @@
+"""How equal the work of foreign training scripts is: certified, consistent or different, from what was observed of it.
+
+Paceline's own training loops have a reference (`certificate`). A script has none, so its first run is the baseline of
+its group, and each quantity below is compared with it:
+
+    certified   ── initial weights, data, updates, optimizer and losses were all observed, and all agree
+    consistent  ── all that was observed agrees; what could not be observed is named
+    different   ── something differs; such runs are compared only with runs of their own kind, never ranked with others
+
+A quantity in which launches of one configuration differ among themselves (a script without a seed) proves nothing: it
+counts as not observed. See docs/scripts.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.analysis.findings import CERTIFIED, CONSISTENT, DIFFERENT, Certificate, Check
+from paceline.analysis.grouping import grouped
+
+if TYPE_CHECKING:
+    from paceline.analysis.training.certificate.observed import Observed
+
+MASK64 = (1 << 64) - 1
+# Relative deviation of the loss at the first step, and what each later step adds: rounding differs between strategies.
+LOSS_TOLERANCE = {"fp32": (1e-4, 1e-5)}
+ROUNDED_TOLERANCE = (1e-2, 1e-3)
+# If the data of a script is shuffled without a seed, its padding varies.
+TOKENS_TOLERANCE = 0.05
+# Which code computes an update does not change what it computes.
+_ALIASES = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "CPUAdam": "AdamW"}
+_COUNTS = ("elements", "class", "initial_lr", "bias_correction")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One thing that equal work has in common. value: None if it was not observed. differs: what differs, or None.
+
+    seeded: it depends on random numbers, so launches of an unseeded script differ in it. needed: for `certified`.
+    """
+
+    name: str
+    value: Callable[[Observed], Any]
+    differs: Callable[[Observed, Observed], str | None]
+    needed: bool = True
+    seeded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """The outcome of one comparison. differing: what differs. unobserved: what could not be compared, and why."""
+
+    differing: Mapping[str, str]
+    unobserved: Mapping[str, str]
+
+    @property
+    def level(self) -> str:
+        if self.differing:
+            return DIFFERENT
+        needed = {quantity.name for quantity in QUANTITIES if quantity.needed}
+        return CONSISTENT if needed & self.unobserved.keys() else CERTIFIED
+
+    @property
+    def text(self) -> str:
+        """`consistent (not observed: initial weights)`."""
+        if self.differing:
+            return f"{DIFFERENT} ({'; '.join(f'{name}: {what}' for name, what in self.differing.items())})"
+        missing = f" (not compared: {', '.join(self.unobserved)})" if self.unobserved else ""
+        return f"{self.level}{missing}"
+
+
+def certify_scripts(runs: Sequence[Observed]) -> dict[str, Certificate]:
+    """Certificates of the runs of one work, by run id; the earliest run is the baseline."""
+    ordered = sorted(runs, key=lambda run: (run.record.started_at, run.run))
+    varying = varying_quantities(ordered)
+    # The first run of each kind of work; others of that kind are compared with it.
+    kinds: list[Observed] = []
+    found = {}
+    for run in ordered:
+        grades = [grade(run, first, varying) for first in kinds]
+        number = next((n for n, each in enumerate(grades) if not each.differing), len(kinds))
+        if number == len(kinds):
+            kinds.append(run)
+        found[run.run] = _certificate(run, kinds[number], kinds[0], number, varying, ordered)
+    return found
+
+
+def grade_between(ours: Sequence[Observed], theirs: Sequence[Observed]) -> Grade:
+    """The grade of the runs of one cell against those of another, such as the same cell after a change of the code."""
+    varying = varying_quantities([*ours, *theirs])
+    grades = [grade(run, ours[0], varying) for run in theirs]
+    worst = (CERTIFIED, CONSISTENT, DIFFERENT)
+    return max(grades, key=lambda each: worst.index(each.level))
+
+
+def varying_quantities(runs: Iterable[Observed]) -> set[str]:
+    """Seeded quantities in which launches of one configuration and one code differ."""
+    found = set()
+    for launches in grouped(runs, lambda run: (run.spec.cell, _code(run))).values():
+        for quantity in (q for q in QUANTITIES if q.seeded):
+            known = [run for run in launches if quantity.value(run) is not None]
+            if any(quantity.differs(run, known[0]) for run in known[1:]):
+                found.add(quantity.name)
+    return found
+
+
+def grade(run: Observed, baseline: Observed, varying: Iterable[str]) -> Grade:
+    differing, unobserved = {}, {}
+    for quantity in QUANTITIES:
+        if quantity.name in varying:
+            unobserved[quantity.name] = "differs between launches of one configuration: the script sets no seed"
+        elif quantity.value(run) is None or quantity.value(baseline) is None:
+            unobserved[quantity.name] = "not observed"
+        elif (what := quantity.differs(run, baseline)) is not None:
+            differing[quantity.name] = what
+    if "data" in varying and "tokens per step" in differing and _same_mean(run, baseline):
+        del differing["tokens per step"]
+    return Grade(differing, unobserved)
+
+
+def _certificate(
+    run: Observed, baseline: Observed, first: Observed, number: int, varying: set[str], group: Sequence[Observed]
+) -> Certificate:
+    own, whole = grade(run, baseline, varying), grade(run, first, varying)
+    checks = [*soundness(run, group)]
+    for quantity in QUANTITIES:
+        differing, missing = whole.differing.get(quantity.name), whole.unobserved.get(quantity.name)
+        checks.append(
+            Check(
+                name=quantity.name,
+                ok=differing is None,
+                expected=f"that of {first.run}",
+                observed=differing or missing or ("the baseline itself" if run is first else "equal"),
+                basis="observed",
+                grades=True,
+            )
+        )
+    return Certificate(
+        run=run.run,
+        cell=run.spec.cell,
+        work=f"{run.spec.work}{f'-{number + 1}' if number else ''}",
+        reference=None if run is baseline else baseline.run,
+        checks=tuple(checks),
+        steps=len(run.steps),
+        compared_steps=len(run.steps),
+        level=own.level,
+        grade=own.text,
+        differs=tuple(f"{name}: {what}" for name, what in whole.differing.items()),
+    )
+
+
+# --- whether a run is sound ---
+
+
+def soundness(run: Observed, group: Sequence[Observed]) -> Iterable[Check]:
+    """What every run must show, whatever it is compared with."""
+    ranks, counts = run.spec.topology.world_size, Counter(run.table.values("rank"))
+    wrong = [f"{counts[rank]} on rank {rank}" for rank in range(ranks) if not counts[rank] or counts[rank] != counts[0]]
+    yield _sound("steps", "the same number on every rank, at least 1", wrong, f"{counts[0]} on every rank")
+    if _loss_source(run) is not None:
+        bad = [str(step) for step, loss in run.losses.items() if not math.isfinite(loss)]
+        problems = [f"not a number at step {', '.join(bad[:3])}"] if bad else []
+        yield _sound("finite loss", "a finite loss at every step", problems, f"{len(run.steps)} steps")
+    final = {rank: e.final_digests for rank, e in run.evidence.items() if e.final_digests}
+    whole = [weights for weights in final.values() if not any(value.endswith("+") for value in weights.values())]
+    if ranks > 1 and len(whole) == ranks:
+        problems = [] if all(weights == whole[0] for weights in whole) else ["ranks ended with different weights"]
+        yield _sound("weights after the last step", "the same on every rank", problems, f"equal on {ranks} ranks")
+    newest = max((peer for peer in group if peer.spec.cell == run.spec.cell), key=lambda peer: peer.record.started_at)
+    problems = [] if _code(newest) == _code(run) else [f"an older version of it: {newest.run} ran another one"]
+    yield _sound("script", "the same code in all launches of a configuration", problems, "the same code")
+
+
+def _sound(name: str, expected: str, problems: Sequence[str], seen: str) -> Check:
+    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems) or seen)
+
+
+def _code(run: Observed) -> str | None:
+    return run.spec.script.code if run.spec.script else None
+
+
+# --- what is compared ---
+
+
+def _weights(run: Observed) -> tuple[str, ...] | None:
+    """`shape:digest` of every initial tensor, in any order; parts of sharded tensors are added up."""
+    by_rank = [e.init_digests for e in run.evidence.values()]
+    if not by_rank or len(by_rank) != run.spec.topology.world_size or not all(by_rank):
+        return None
+    found = []
+    for name, text in by_rank[0].items():
+        shape, _, digest = text.partition(":")
+        if digest.endswith("+"):
+            parts = [weights.get(name, "").partition(":")[2].rstrip("+") for weights in by_rank]
+            if not all(parts):
+                return None
+            digest = f"{sum(int(part, 16) for part in parts) & MASK64:016x}"
+        found.append(f"{shape}:{digest}")
+    return tuple(sorted(found))
+
+
+def _weights_differ(run: Observed, baseline: Observed) -> str | None:
+    own, known = _weights(run) or (), _weights(baseline) or ()
+    other = len(set(own) - set(known))
+    return f"{other} of {len(own)} tensors" if own != known else None
+
+
+def _parameters(run: Observed) -> tuple[int, Any] | None:
+    first = run.evidence.get(0)
+    return (first.parameters, first.settings.get("frozen_parameters")) if first and first.parameters else None
+
+
+def _data(run: Observed) -> Mapping[int, int] | None:
+    return run.digests if any(run.digests.values()) else None
+
+
+def _optimizer(run: Observed) -> list[dict[str, Any]] | None:
+    first = run.evidence.get(0)
+    if first is None or not first.groups:
+        return None
+    groups = [{**g, "class": _ALIASES.get(str(g.get("class")), g.get("class"))} for g in first.groups]
+    # Sharded optimizers may split one group; equal ones count once.
+    return [dict(items) for items in dict.fromkeys(tuple(sorted(_plain(g).items())) for g in groups)]
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _COUNTS or name == "class"}
+
+
+def _optimizer_differs(run: Observed, baseline: Observed) -> str | None:
+    own, known = _optimizer(run) or [], _optimizer(baseline) or []
+    for group in own:
+        unlike = [
+            [
+                f"{name} {group[name]} instead of {other[name]}"
+                for name in group
+                if group[name] != other.get(name, group[name])
+            ]
+            for other in known
+        ]
+        if nearest := min(unlike, key=len, default=["another optimizer"]):
+            return ", ".join(nearest)
+    rates = [str(each.evidence[0].settings.get("rates")) for each in (run, baseline)]
+    same_length = rates[0].partition(":")[0] == rates[1].partition(":")[0]
+    return "another schedule of learning rates" if same_length and rates[0] != rates[1] else None
+
+
+def _dtypes(run: Observed) -> str | None:
+    first = run.evidence.get(0)
+    return first.dtypes.get("compute") if first else None
+
+
+def _loss_source(run: Observed) -> str | None:
+    """Where losses were seen; None if nowhere."""
+    first = run.evidence.get(0)
+    source = first.settings.get("loss") if first else None
+    return None if source in (None, "none") else str(source)
+
+
+def _losses(run: Observed) -> Mapping[int, float] | None:
+    return run.losses if _loss_source(run) is not None else None
+
+
+def _losses_differ(run: Observed, baseline: Observed) -> str | None:
+    least, growth = LOSS_TOLERANCE.get(_dtypes(run) or "", ROUNDED_TOLERANCE)
+    for step in (step for step in run.losses if step in baseline.losses):
+        known = baseline.losses[step]
+        deviation = abs(run.losses[step] - known) / max(abs(known), 1e-30)
+        if not deviation <= least + growth * step:
+            return f"{run.losses[step]:.6g} instead of {known:.6g} at step {step}"
+    return None
+
+
+def _same_mean(run: Observed, baseline: Observed) -> bool:
+    means = [sum(each.tokens.values()) / max(len(each.tokens), 1) for each in (run, baseline)]
+    return abs(means[0] - means[1]) <= TOKENS_TOLERANCE * means[1]
+
+
+def _by_step(field: str, what: Callable[[int, int], str]) -> Callable[[Observed, Observed], str | None]:
+    def differs(run: Observed, baseline: Observed) -> str | None:
+        own, known = getattr(run, field), getattr(baseline, field)
+        other = [step for step in own if step in known and own[step] != known[step]]
+        return f"{what(own[other[0]], known[other[0]])} at step {other[0]}" if other else None
+
+    return differs
+
+
+def _unequal(value: Callable[[Observed], Any], words: Callable[[Any], str] = str) -> Callable[..., str | None]:
+    def differs(run: Observed, baseline: Observed) -> str | None:
+        own, known = value(run), value(baseline)
+        return f"{words(own)} instead of {words(known)}" if own != known else None
+
+    return differs
+
+
+def _updates(run: Observed) -> int:
+    return len(run.steps)
+
+
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity("parameters", _parameters, _unequal(_parameters, lambda n: f"{n[0]:,}"), needed=False),
+    Quantity("initial weights", _weights, _weights_differ, seeded=True),
+    Quantity("data", _data, _by_step("digests", lambda own, known: "other samples"), seeded=True),
+    Quantity("tokens per step", lambda run: run.tokens, _by_step("tokens", lambda a, b: f"{a:,} instead of {b:,}")),
+    Quantity("updates", _updates, _unequal(_updates)),
+    Quantity("optimizer", _optimizer, _optimizer_differs),
+    Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),
+    Quantity("losses", _losses, _losses_differ, seeded=True),
+)

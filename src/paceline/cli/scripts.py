@@ -1,0 +1,91 @@
+"""Verbs about the user's own training code: measure it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.experiments import run_experiment
+from paceline.cli.results import add_report_options
+from paceline.cli.verbs import DEFAULT_OUT, add_list_option, add_out_option, add_verb
+from paceline.errors import RequestError, require
+
+DEFAULT_REPEATS = 3
+_EXIT = re.compile(r"the script ended with exit code (\d+)")
+
+
+def add_verbs(verbs: Any) -> None:
+    verb = add_verb(verbs, "measure", measure, "measure a training script, unchanged: paceline measure -- CMD ...")
+    verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD ...", help="the command as you start it")
+    add_out_option(verb, "results directory", DEFAULT_OUT)
+    verb.add_argument("--name", metavar="NAME", help="name of the experiment (default: that of the script)")
+    verb.add_argument(
+        "--repeats", type=int, default=DEFAULT_REPEATS, metavar="N", help="launches (default: %(default)s)"
+    )
+    verb.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
+    verb.add_argument("--processes", type=int, metavar="N", help="ranks, if the command does not say it")
+    verb.add_argument("--trace", metavar="STEPS", help="keep the profiler trace of these warm-up steps, such as 2-3")
+    verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
+    add_list_option(verb, "--set", "KEY=VALUE", "set a field; a list of values makes an axis")
+    add_report_options(verb)
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Write the experiment file of the command and run it. A failed script gives its own exit code."""
+    command = [word for number, word in enumerate(arguments.command) if number or word != "--"]
+    require(bool(command), "measure", " ".join(arguments.command), "a command behind --, such as -- python train.py")
+    source = write_experiment(command, arguments)
+    code = run_experiment(
+        argparse.Namespace(
+            experiment=str(source),
+            launcher=None,
+            benchmark="all",
+            warmup=None,
+            iters=None,
+            allow_modules=["command"],
+            keep_going=False,
+            until=None,
+            time_budget=None,
+            **{name: getattr(arguments, name) for name in ("out", "set", "resume", *REPORT_OPTIONS)},
+        )
+    )
+    return code if code == 0 else script_exit_code(source.parent / source.stem) or code
+
+
+REPORT_OPTIONS = ("format", "price", "train_tokens", "train_samples", "busy_hours", "baseline")
+
+
+def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
+    """The experiment as a file beside its results, so that `paceline run` can repeat and change it."""
+    import yaml
+
+    from paceline.experiment.script import Script
+
+    name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Script(command=tuple(command)).title.removesuffix(".py"))
+    trace = {} if arguments.trace is None else {"trace": arguments.trace}
+    given = {"steps": arguments.steps, "processes": arguments.processes}
+    base = {
+        "workload": {"name": "script", **trace} if trace else "script",
+        "command": command,
+        **{field: value for field, value in given.items() if value is not None},
+    }
+    path = Path(arguments.out) / f"{name}.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"name": name, "base": base, "repeats": arguments.repeats}
+        path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--out: {str(path)!r} cannot be written ({error.strerror}).") from None
+    return path
+
+
+def script_exit_code(directory: Path) -> int | None:
+    """The exit code of the first run in which the script failed; None if none did."""
+    from paceline.campaign.run.controller import read_experiment
+
+    for record in read_experiment(directory)[0] if directory.is_dir() else ():
+        if match := _EXIT.search(record.error or ""):
+            return int(match[1])
+    return None

@@ -1,0 +1,224 @@
+"""What a script trains, read from the objects of torch and of known frameworks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import paceline_wire
+
+# Hyper-parameters that say how a step is computed, not what it computes.
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", "params", "param_names")
+TOKEN_NAMES = ("input_ids", "tokens", "token_ids", "idx", "inputs")
+LABEL_NAMES = ("labels", "targets", "target", "label")
+
+
+# --- batches and losses ---
+
+
+def token_ids(found: Mapping[str, Any]) -> Any:
+    """The token ids among the tensors of a forward pass: by a usual name, else the first matrix of whole numbers."""
+    for name in TOKEN_NAMES:
+        if name in found and _is_integral(found[name]) and found[name].dim() > 1:
+            return found[name]
+    unnamed = (tensor for name, tensor in found.items() if name not in (*LABEL_NAMES, "attention_mask", "position_ids"))
+    return next((tensor for tensor in unnamed if _is_integral(tensor) and tensor.dim() == 2), None)
+
+
+def labels_in(found: Mapping[str, Any]) -> Any:
+    return next((found[name] for name in LABEL_NAMES if name in found and _is_integral(found[name])), None)
+
+
+def _is_integral(tensor: Any) -> bool:
+    import torch
+
+    return tensor.dtype in (torch.int64, torch.int32, torch.int16)
+
+
+def loss_in(output: Any) -> Any:
+    """The loss that a model returned, or None: a scalar with a gradient."""
+
+    def is_loss(value: Any) -> bool:
+        return getattr(value, "requires_grad", False) and value.numel() == 1
+
+    if is_loss(output):
+        return output
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if is_loss(named):
+        return named
+    if isinstance(output, list | tuple):
+        return next((value for value in output if is_loss(value)), None)
+    return None
+
+
+# --- model and optimizer ---
+
+
+def about(root: Any, optimizer: Any) -> dict[str, Any]:
+    """Parameters, dtypes, optimizer and wrapper."""
+    sizes: dict[str, int] = {}
+    trained = frozen = 0
+    for parameter in root.parameters():
+        count = int(getattr(parameter, "ds_numel", 0)) or parameter.numel()
+        if parameter.requires_grad:
+            trained += count
+            sizes[_dtype(parameter.dtype)] = sizes.get(_dtype(parameter.dtype), 0) + count
+        else:
+            frozen += count
+    inner = optimizer
+    while hasattr(inner, "optimizer") and inner.optimizer is not inner:
+        inner = inner.optimizer
+    return {
+        "parameters": trained,
+        "frozen_parameters": frozen,
+        "dtypes": {"parameters": max(sizes, key=lambda name: sizes[name])} if sizes else {},
+        "optimizer": "none" if inner is None else type(inner).__name__,
+        "wrapper": wrapper_of(root),
+        "compiled": _is_compiled(root),
+        "is_whole": not any("flat_param" in name for name, _ in root.named_parameters()),
+    }
+
+
+def wrapper_of(root: Any) -> str:
+    """DDP, FSDP, FSDP2, DeepSpeed ZeRO with its stage, or none."""
+    names = {type(module).__name__ for module in root.modules()}
+    if hasattr(root, "zero_optimization_stage"):
+        stage = root.zero_optimization_stage()
+        return f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed"
+    if "FullyShardedDataParallel" in names:
+        return "FSDP"
+    if any(hasattr(parameter, "placements") for parameter in root.parameters()):
+        return "FSDP2 or other DTensors"
+    return "DDP" if "DistributedDataParallel" in names else "DP" if "DataParallel" in names else "none"
+
+
+def _is_compiled(root: Any) -> bool:
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in root.modules())
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Each parameter group with its class, hyper-parameters and number of elements on this rank."""
+    found = []
+    for group in optimizer.param_groups:
+        values: dict[str, Any] = {"class": type(optimizer).__name__}
+        for name, value in sorted(group.items()):
+            if name in IMPLEMENTATION:
+                continue
+            if isinstance(value, list | tuple):
+                values |= {f"{name}[{i}]": float(x) for i, x in enumerate(value) if isinstance(x, int | float)}
+            elif value is None or isinstance(value, bool | int | float | str):
+                values[name] = value
+        values["elements"] = sum(p.numel() for p in group["params"] if p.requires_grad or p.grad is not None)
+        found.append(values)
+    return found
+
+
+def autocast(device: str) -> str | None:
+    """The dtype of autocast, or None."""
+    import torch
+
+    return _dtype(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
+def precision_flags() -> dict[str, str]:
+    """torch's switches that change the arithmetic of products."""
+    import torch
+
+    return {
+        "float32_matmul_precision": str(torch.get_float32_matmul_precision()),
+        "cudnn.allow_tf32": str(torch.backends.cudnn.allow_tf32),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+
+
+def _dtype(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return str(paceline_wire.SHORT_NAMES.get(name, name))
+
+
+def world_size() -> int:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return int(dist.get_world_size())
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+# --- memory, wire and traces ---
+
+
+def memory_line(rank: int, device: str) -> dict[str, Any]:
+    """Peak memory of the process. The counters of torch are read, never reset: they belong to the script."""
+    allocated = reserved = whole = None
+    if device == "cuda":
+        import torch
+
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        whole = total - free
+    resident = None
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        resident = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    return {
+        "kind": "memory",
+        "rank": rank,
+        "moment": "steps",
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "device_bytes": whole,
+        "resident_bytes": resident,
+    }
+
+
+class WireWatch:
+    """Counts the collectives of one step by a dispatch mode that is on between two hooks."""
+
+    def __init__(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        counter = self.counter = paceline_wire.WireBytes()
+
+        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if func.namespace in ("c10d", "_c10d_functional"):
+                    counter.add(func._schema.name.partition("::")[2], args, result)
+                return result
+
+        self.mode: Any = Mode()  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        self.mode.__enter__()
+
+    def stop(self) -> None:
+        self.mode.__exit__(None, None, None)
+
+    def lines(self, rank: int, step: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": "wire",
+                "rank": rank,
+                "step": step,
+                "operation": operation,
+                "dtype": dtype,
+                "group_size": size,
+                "calls": self.counter.calls[operation, dtype, size, dimension],
+                "payload_bytes": payload,
+                "dimension": dimension or None,
+            }
+            for (operation, dtype, size, dimension), payload in sorted(self.counter.bytes.items())
+        ]
+
+
+def start_profiler(device: str) -> Any:
+    """torch's profiler, started."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    profiler = profile(activities=activities)
+    profiler.start()
+    return profiler

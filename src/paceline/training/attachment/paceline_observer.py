@@ -1,0 +1,620 @@
+"""Observes a training script from inside its process, by torch's global hooks, and writes one line per optimizer step.
+
+    no step ── forward of a module that learns ── step open ── optimizer step ── step closed ── next forward ── written
+
+A step ends with the last optimizer step before the next forward pass, so several optimizers, or the parts of a sharded
+one, make one step. Nothing is printed, no device is waited for, and an error of the observer never reaches the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import paceline_digests as digests
+import paceline_facts as facts
+
+# Steps that may be queued on a device before their numbers are read.
+STEPS_AHEAD = 8
+# The step whose collectives are counted and those that `--trace` records: all belong to the warm-up.
+WIRE_STEP = 2
+LAST_LINES = 30
+
+
+class HostClock:
+    """perf_counter: on a CPU, work is complete when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+
+class CudaClock:
+    """CUDA events on the current stream: device time, however far ahead the host has run."""
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+
+@dataclass
+class Batch:
+    """One micro batch. Counts may still be on the device."""
+
+    samples: int
+    positions: int
+    tokens: Any
+    labels: Any = None
+    digest: Any = None
+
+
+@dataclass
+class Step:
+    """What was seen of one step. spans: phase, begin and end; pauses are evaluations inside it."""
+
+    number: int
+    begin: Any
+    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    backward_losses: list[Any] = field(default_factory=list)
+    norm: Any = None
+    end: Any = None
+    numbers: Any = None
+
+    def seconds(self, phase: str, clock: Any) -> float | None:
+        found = [clock.elapsed_s(begin, end) for name, begin, end in self.spans if name == phase]
+        return sum(found) if found else None
+
+    def paused_before_data(self, clock: Any) -> float:
+        """Seconds of pauses before the first forward pass."""
+        names = [name for name, _, _ in self.spans]
+        before = self.spans[: names.index("data_wait")]
+        return float(sum(clock.elapsed_s(begin, end) for name, begin, end in before if name == "pause"))
+
+
+def guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, without errors of its own: the observer turns itself off instead."""
+
+    @functools.wraps(method)
+    def call(self: Observer, *args: Any, **kwargs: Any) -> None:
+        if self.broken is not None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):
+                self.write_facts()
+
+    return call
+
+
+class Observer:
+    """The state of one process. `options` are those of the workload script, see `paceline.workloads.script`."""
+
+    def __init__(self, folder: str, options: Mapping[str, Any]) -> None:
+        self.folder, self.options = Path(folder), options
+        self.broken: str | None = None
+        self.clock: Any = HostClock()
+        self.file: Any = None
+        self.rank = 0
+        self.root: Any = None
+        self.depth = 0
+        self.handles: list[Any] = []
+        self.step: Step | None = None
+        self.last_end: Any = None
+        self.paused_at: Any = None
+        self.optimizer_began: Any = None
+        self.backward_depth = 0
+        self.written = 0
+        self.pending: deque[Step] = deque()
+        self.facts: dict[str, Any] = {}
+        self.rates = hashlib.sha256()
+        self.sources: Counter[str] = Counter()
+        self.stepped: dict[int, Any] = {}
+        self.wire: Any = None
+        self.profiler: Any = None
+        self.tracked: dict[str, Any] = {}
+        self.ended = False
+        self.early: Any = None
+        self.is_tracked = False
+        self.pause_began: Any = None
+        self.adds_losses = False
+        self.pauses: list[tuple[str, Any, Any]] = []
+        self.pid = os.getpid()
+        self.world_size = 1
+        self.forward_began: Any = None
+        self.global_handles: list[Any] = []
+
+    # --- hooks on modules ---
+
+    def discover(self, module: Any, args: Any) -> None:
+        """Global hook before every forward pass, until the module that the script trains is known."""
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        self.depth += 1
+        if self.depth == 1 and torch.is_grad_enabled() and self.root is not module:
+            self.adopt(module, args)
+
+    def leave_module(self, module: Any, args: Any, output: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self.depth = max(0, self.depth - 1)
+
+    @guarded
+    def adopt(self, module: Any, args: Any) -> None:
+        """Take the largest module that is called by itself and learns as the model of the script."""
+        size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        if not size or (self.root is not None and size <= self.facts["size"]):
+            return
+        for handle in self.handles:
+            handle.remove()
+        first = next(p for p in module.parameters() if p.requires_grad)
+        if first.device.type == "cuda" and isinstance(self.clock, HostClock):
+            self.clock, self.optimizer_began = CudaClock(), None
+            if self.step is not None:
+                self.step.begin = self.clock.mark()
+        if self.step is not None and self.root is not None:
+            # A smaller module was called first; what it was given is not the batch.
+            self.step.batches.clear()
+        self.root = module
+        self.facts |= {"size": size, "device": first.device.type}
+        self.handles = [
+            module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
+        ]
+        # The hooks of this call were collected before these were added.
+        self.before_forward(module, args, {}, is_first=True)
+        if hasattr(module, "_orig_mod"):
+            # A compiled module: global hooks would become part of what is compiled.
+            self.stop_discovery()
+
+    def stop_discovery(self) -> None:
+        for handle in self.global_handles:
+            handle.remove()
+        self.global_handles = []
+
+    def before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool = False) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        self._before_forward(module, args, kwargs, is_first)
+        limit = self.options.get("steps")
+        if limit and self.written + len(self.pending) >= limit and self.broken is None:
+            self.end()
+            raise SystemExit(0)
+
+    @guarded
+    def _before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool) -> None:
+        import torch
+
+        now = self.clock.mark()
+        if not torch.is_grad_enabled():
+            if not module.training and self.paused_at is None:
+                self.paused_at = now
+            return
+        if not self.is_tracked:
+            self.close_step()
+        if self.step is None:
+            self.open_step(now)
+        step = cast(Step, self.step)
+        if self.paused_at is not None:
+            step.spans.append(("pause", self.paused_at, now))
+            self.paused_at = None
+        if not step.batches and (self.last_end is not None or self.is_tracked):
+            step.spans.append(("data_wait", step.begin, now))
+        if not is_first:
+            step.batches.append(self.batch_of(args, kwargs))
+        if "autocast" not in self.facts:
+            self.facts["autocast"] = facts.autocast(self.facts["device"])
+        self.forward_began = self.clock.mark()
+
+    @guarded
+    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.step is None:
+            return
+        step = self.step
+        step.spans.append(("forward", self.forward_began, self.clock.mark()))
+        if not step.batches:
+            # The call in which the module was found: a hook without keywords saw its start.
+            step.batches.append(self.batch_of(args, kwargs))
+        loss = facts.loss_in(output)
+        if loss is not None:
+            step.losses.append(loss.detach())
+            # Hugging Face Trainer divides the loss of a micro batch by the labels of the whole step.
+            self.adds_losses = kwargs.get("num_items_in_batch") is not None
+
+    def batch_of(self, args: Any, kwargs: Any) -> Batch:
+        """Counts and digest of a micro batch, left on the device."""
+        found = dict(digests.tensors_in(args, kwargs))
+        ids = facts.token_ids(found)
+        if ids is None:
+            self.sources["samples"] += 1
+            data = next((t for t in found.values() if t.dim() > 0), None)
+            rows = int(data.shape[0]) if data is not None else 1
+            digest = digests.digest_rows(data) if data is not None else None
+            return Batch(rows, rows, rows, None, digest)
+        self.sources["tokens"] += 1
+        samples, positions = int(ids.shape[0]), ids.numel()
+        mask, labels = found.get("attention_mask"), facts.labels_in(found)
+        tokens = mask.sum() if mask is not None and mask.shape == ids.shape and not mask.is_floating_point() else None
+        learned = (labels != -100).sum() if labels is not None and labels.dim() > 1 else None
+        return Batch(samples, positions, positions if tokens is None else tokens, learned, digests.digest_rows(ids))
+
+    # --- hooks on backward, clipping and the optimizer ---
+
+    @contextlib.contextmanager
+    def backward(self, tensors: Any) -> Any:
+        """Around every outermost backward pass."""
+        import torch
+
+        self.backward_depth += 1
+        outer = self.backward_depth == 1 and self.step is not None and not torch.compiler.is_compiling()
+        begin = self.clock.mark() if outer else None
+        try:
+            yield
+        finally:
+            self.backward_depth -= 1
+            if outer:
+                self._after_backward(begin, tensors)
+
+    @guarded
+    def _after_backward(self, begin: Any, tensors: Any) -> None:
+        step = cast(Step, self.step)
+        step.spans.append(("backward", begin, self.clock.mark()))
+        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        if getattr(loss, "numel", lambda: 0)() == 1:
+            step.backward_losses.append(loss.detach())
+
+    @guarded
+    def before_step(self, optimizer: Any, *_: object) -> None:
+        self.optimizer_began = self.clock.mark()
+        if self.root is None:
+            # Its closure will run the first forward pass.
+            self.early = optimizer
+        else:
+            self.note_optimizer(optimizer)
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        if id(optimizer) not in self.stepped:
+            # The optimizer is kept, so that its number is not given to another one.
+            self.stepped[id(optimizer)] = optimizer
+            self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
+            if len(self.stepped) == 1:
+                self.read_start(optimizer)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        self.rates.update(repr([rate for rate in rates if isinstance(rate, float | int)]).encode())
+
+    def read_start(self, optimizer: Any) -> None:
+        """What does not change: weights before the first update, dtypes, wrapper."""
+        self.facts |= facts.about(self.root, optimizer)
+        self.facts["weights"] = digests.weights_of(self.root.named_parameters())
+        self.facts["flags"] = facts.precision_flags()
+        self.facts["began_at_s"] = time.time()
+
+    @guarded
+    def after_step(self, optimizer: Any, *_: object) -> None:
+        if self.step is None:
+            return
+        end = self.clock.mark()
+        if self.optimizer_began is not None:
+            self.step.spans.append(("optimizer", self.optimizer_began, end))
+            self.optimizer_began = None
+        if not self.is_tracked:
+            self.step.end = end
+        self.stop_instruments()
+
+    # --- steps that the script marks itself, see `paceline.track` ---
+
+    @guarded
+    def begin_tracked(self, tokens: int | None) -> None:
+        self.close_step()
+        self.is_tracked = True
+        self.last_end = None
+        self.open_step(self.clock.mark())
+        if tokens is not None:
+            self.tracked["tokens"] = int(tokens)
+
+    @guarded
+    def end_tracked(self) -> None:
+        if self.step is not None and self.root is not None:
+            if "parameters" not in self.facts:
+                # No torch optimizer stepped, so nobody has looked at the model yet.
+                self.facts |= {**facts.about(self.root, None), "began_at_s": time.time()}
+            self.step.end = self.clock.mark()
+            self.close_step()
+        self.step, self.is_tracked = None, False
+
+    @guarded
+    def begin_pause(self) -> None:
+        self.pause_began = self.clock.mark()
+
+    @guarded
+    def end_pause(self) -> None:
+        """A pause after the optimizer step belongs to the next step, which lasts from that one to its own."""
+        if self.pause_began is None or (self.last_end is None and self.step is None):
+            return
+        pause = ("pause", self.pause_began, self.clock.mark())
+        (self.pauses if self.step is None or self.step.end is not None else self.step.spans).append(pause)
+        self.pause_began = None
+
+    @guarded
+    def note_loss(self, value: Any) -> None:
+        self.tracked.setdefault("losses", []).append(value.detach() if hasattr(value, "detach") else float(value))
+
+    # --- steps ---
+
+    def open_step(self, now: Any) -> None:
+        number = self.written + len(self.pending)
+        self.step = Step(number, now if self.last_end is None else self.last_end)
+        self.step.spans, self.pauses = self.pauses, []
+        if self.early is not None and self.root is not None:
+            optimizer, self.early = self.early, None
+            self.note_optimizer(optimizer)
+        self.start_instruments(number)
+
+    def close_step(self) -> None:
+        """End the open step if its optimizer has stepped; write all that the device has finished."""
+        step = self.step
+        if step is None or step.end is None:
+            return
+        if step.number == 0:
+            self.stop_discovery()
+            self.open_file()
+        self.step, self.last_end = None, step.end
+        step.numbers = self.fetch(step)
+        self.tracked.clear()
+        self.pending.append(step)
+        self.write_passed()
+        if step.number in (0, 1, 9):
+            self.write_facts()
+
+    def fetch(self, step: Step) -> Any:
+        """The numbers of a step on the host: at once on a CPU, by one copy that does not wait on a GPU."""
+        import torch
+
+        losses = self.tracked.get("losses") or step.losses or step.backward_losses
+        source = "track" if self.tracked.get("losses") else "output" if step.losses else "backward"
+        self.sources[f"loss:{source if losses else 'none'}"] += 1
+        tokens = [b.tokens for b in step.batches] if "tokens" not in self.tracked else [self.tracked["tokens"]]
+        labels = [b.labels for b in step.batches]
+        ints = [sum(b.digest for b in step.batches if b.digest is not None), sum(tokens)]
+        ints.append(sum(labels) if labels and all(x is not None for x in labels) else -1)
+        parts = 1 if source == "output" and self.adds_losses else len(losses)
+        floats = [sum(x.float() if hasattr(x, "float") else x for x in losses) / parts if losses else math.nan]
+        floats.append(math.nan if step.norm is None else step.norm)
+        if isinstance(self.clock, HostClock):
+            return [int(x) for x in ints], [float(x) for x in floats]
+        device = self.facts["device"]
+        whole = torch.stack([torch.as_tensor(x, device=device, dtype=torch.int64).reshape(()) for x in ints])
+        real = torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64).reshape(()) for x in floats])
+        copies = [each.to("cpu", non_blocking=True) for each in (whole, real)]
+        return copies, self.clock.mark()
+
+    def write_passed(self, everything: bool = False) -> None:
+        while self.pending:
+            step = self.pending[0]
+            if not isinstance(self.clock, HostClock):
+                copied = step.numbers[1]
+                if not self.clock.passed(copied):
+                    if not everything and len(self.pending) <= STEPS_AHEAD:
+                        return
+                    copied.synchronize()
+                step.numbers = tuple(each.tolist() for each in step.numbers[0])
+            self.pending.popleft()
+            self.write_step(step)
+
+    def write_step(self, step: Step) -> None:
+        (digest, tokens, labels), (loss, norm) = step.numbers
+        seconds = functools.partial(step.seconds, clock=self.clock)
+        pause = seconds("pause") or 0.0
+        waited = seconds("data_wait")
+        line = {
+            "kind": "step",
+            "rank": self.rank,
+            "step": step.number,
+            "duration_s": max(self.clock.elapsed_s(step.begin, step.end) - pause, 1e-9),
+            "data_wait_s": None if waited is None else max(waited - step.paused_before_data(self.clock), 0.0),
+            "h2d_s": None,
+            "h2d_bytes": None,
+            "forward_s": seconds("forward"),
+            "backward_s": seconds("backward"),
+            "optimizer_s": seconds("optimizer"),
+            "tokens": tokens,
+            "samples": sum(b.samples for b in step.batches),
+            "micro_batches": max(len(step.batches), 1),
+            "updates": 1,
+            "loss": loss,
+            "grad_norm": None if math.isnan(norm) else norm,
+            "data_digest": digest & digests.MASK64,
+            "variant": 0,
+            "positions": sum(b.positions for b in step.batches),
+            "label_tokens": None if labels < 0 else labels,
+            "attended_keys": None,
+        }
+        self.written += 1
+        self.write_line(line)
+
+    # --- instruments of single steps ---
+
+    def start_instruments(self, number: int) -> None:
+        traced = self.options.get("trace") or []
+        if traced and number == traced[0] and self.find_rank() == self.options.get("trace_rank", 0):
+            self.profiler = facts.start_profiler(self.facts["device"])
+        if number == WIRE_STEP and not self.facts.get("compiled") and facts.world_size() > 1:
+            self.wire = facts.WireWatch()
+            self.wire.start()
+
+    def stop_instruments(self) -> None:
+        step = cast(Step, self.step)
+        if self.wire is not None:
+            self.wire.stop()
+            for line in self.wire.lines(self.rank, step.number):
+                self.write_line(line)
+            self.wire = None
+        traced = self.options.get("trace") or []
+        if self.profiler is not None and step.number >= traced[-1]:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.folder / f"trace-{self.find_rank()}.json"))
+            self.profiler = None
+
+    # --- files ---
+
+    def find_rank(self) -> int:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return int(dist.get_rank())
+        return int(os.environ.get("RANK") or 0)
+
+    def open_file(self) -> None:
+        """One process writes for each rank: the first that takes a step."""
+        self.rank, self.world_size = self.find_rank(), facts.world_size()
+        path = self.folder / f"rank-{self.rank}.jsonl"
+        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", buffering=1)
+
+    def write_line(self, line: Mapping[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(line) + "\n")
+
+    def write_facts(self, **more: Any) -> None:
+        if self.file is None and "crash" not in more and self.broken is None:
+            return
+        known = {
+            **{name: value for name, value in self.facts.items() if name != "size"},
+            "pid": os.getpid(),
+            "world_size": self.world_size,
+            "rates": f"{self.written}:{self.rates.hexdigest()[:16]}",
+            "sources": dict(self.sources),
+            "broken": self.broken,
+            "hidden_steps": len(self.pending),
+            **more,
+        }
+        rank = self.find_rank() if self.file is None else self.rank
+        whole = self.folder / f"rank-{rank}.{os.getpid()}"
+        whole.write_text(json.dumps(known))
+        whole.replace(self.folder / f"rank-{rank}.facts.json")
+
+    def end(self) -> None:
+        """Write what is left. Called when the script ends, however it does."""
+        if self.ended or os.getpid() != self.pid:
+            return
+        self.ended = True
+        self._end()
+
+    def after_fork(self) -> None:
+        """A forked process may be a rank, or a worker that loads data for a rank; the latter never writes."""
+        if self.root is None:
+            self.pid = os.getpid()
+
+    @guarded
+    def _end(self) -> None:
+        self.close_step()
+        if self.file is None:
+            return
+        self.write_passed(everything=True)
+        self.write_line(facts.memory_line(self.rank, self.facts["device"]))
+        final = digests.weights_of(self.root.named_parameters()) if not self.facts.get("crash") else None
+        self.write_facts(final_weights=final)
+        self.file.close()
+        self.file = None
+
+    def crashed(self, kind: Any, error: Any, trace: Any) -> None:
+        lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
+        self.facts["crash"] = {"error": f"{kind.__name__}: {error}".split("\n")[0], "lines": lines[-LAST_LINES:]}
+        with contextlib.suppress(Exception):
+            self.write_facts(crash=self.facts["crash"])
+
+
+observer: Observer | None = None
+
+
+def attach() -> None:
+    """Register the hooks. Called once per process, when torch has been imported."""
+    global observer
+    folder = os.environ.get("PACELINE_OBSERVE")
+    if observer is not None or not folder or not Path(folder).is_dir():
+        return
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    own = observer = Observer(folder, json.loads(os.environ.get("PACELINE_OBSERVE_OPTIONS") or "{}"))
+    own.global_handles = [
+        register_module_forward_pre_hook(own.discover),
+        register_module_forward_hook(own.leave_module, always_call=True),
+    ]
+    register_optimizer_step_pre_hook(own.before_step)
+    register_optimizer_step_post_hook(own.after_step)
+    wrap_public_functions(torch, own)
+    # torch would warn the script of hooks that it does not have.
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
+    hook = sys.excepthook
+
+    def note_crash(kind: Any, error: Any, trace: Any) -> None:
+        own.crashed(kind, error, trace)
+        hook(kind, error, trace)
+
+    sys.excepthook = note_crash
+    atexit.register(own.end)
+    with contextlib.suppress(Exception):
+        # Processes of multiprocessing do not run atexit.
+        from multiprocessing.util import Finalize
+
+        Finalize(None, own.end, exitpriority=100)
+    os.register_at_fork(after_in_child=own.after_fork)
+
+
+def wrap_public_functions(torch: Any, own: Observer) -> None:
+    """Backward passes and gradient clipping have no hook: their public functions are wrapped."""
+    backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
+
+    @functools.wraps(backward)
+    def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        with own.backward(tensors):
+            return backward(tensors, *args, **kwargs)
+
+    @functools.wraps(clip)
+    def observed_clip(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        if own.step is not None and not hasattr(norm, "to_local"):
+            own.step.norm = norm.detach() if hasattr(norm, "detach") else norm
+        return norm
+
+    torch.autograd.backward = observed_backward
+    torch.nn.utils.clip_grad_norm_ = observed_clip

@@ -1,0 +1,50 @@
+"""The facts of a script's rank as evidence, from which its equality with other runs is graded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.contract import Seat
+from paceline.host.machine import debug_switches, neighbours
+from paceline.results.records import Evidence
+
+
+def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat) -> Evidence:
+    """Unknown values are absent, never guessed: an empty init_digest means that the weights could not be read."""
+    weights: Mapping[str, str] = facts.get("weights") or {}
+    dtypes = dict(facts.get("dtypes") or {})
+    dtypes["compute"] = facts.get("autocast") or dtypes.get("parameters", "unknown")
+    sources = facts.get("sources") or {}
+    losses = [name.partition(":")[2] for name in sources if name.startswith("loss:")]
+    settings = {
+        "wrapper": facts.get("wrapper", "none"),
+        "compile": bool(facts.get("compiled")),
+        "loss": losses[0] if len(losses) == 1 else "several" if losses else "none",
+        "data": "tokens" if sources.get("tokens") else "samples",
+        "frozen_parameters": facts.get("frozen_parameters", 0),
+        "rates": facts.get("rates"),
+        **({"observer": facts["broken"]} if facts.get("broken") else {}),
+    }
+    return Evidence(
+        init_digest=digest_of(weights),
+        init_digests=weights,
+        final_digests=facts.get("final_weights"),
+        parameters=facts.get("parameters", 0) if facts.get("is_whole", True) else 0,
+        dtypes=dtypes,
+        optimizer={"class": facts.get("optimizer", "unknown")},
+        groups=facts.get("groups"),
+        flags=facts.get("flags"),
+        settings=settings,
+        switches=debug_switches(os.environ),
+        neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
+        window_wall_s=wall_s,
+        window_began_at_s=facts.get("began_at_s"),
+    )
+
+
+def digest_of(weights: Mapping[str, str]) -> str:
+    """One digest of all weights; it depends neither on their names nor on their order."""
+    return hashlib.sha256("\n".join(sorted(weights.values())).encode()).hexdigest()[:16] if weights else ""

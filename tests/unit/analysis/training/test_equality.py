@@ -1,0 +1,173 @@
+"""How equal the work of foreign scripts is: honest runs keep their level, each cheat loses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from training_records import build_record, build_spec, build_steps
+
+from paceline.analysis.findings import CERTIFIED, CONSISTENT, DIFFERENT, Certificate
+from paceline.analysis.report import build
+from paceline.analysis.training.certificate import certify_all
+from paceline.analysis.training.certificate.observed import observe
+from paceline.analysis.training.equality import grade_between
+from paceline.experiment.script import Script
+from paceline.results.records import RunRecord
+
+GROUP = {"class": "AdamW", "lr": 0.1, "betas[0]": 0.9, "elements": 10}
+EVIDENCE: Mapping[str, Any] = {
+    "parameters": 10,
+    "init_digests": {"w": "10:00000000000000aa"},
+    "final_digests": {"w": "10:00000000000000bb"},
+    "groups": [GROUP],
+    "dtypes": {"compute": "fp32", "parameters": "fp32"},
+    "settings": {"loss": "output", "data": "tokens", "rates": "30:abc", "frozen_parameters": 0},
+}
+
+
+def run(
+    strategy: str = "ddp", repeat: int = 0, at: float = 0.0, steps: Callable[..., Any] | None = None, **more: Any
+) -> RunRecord:
+    """A run of `train.py --strategy STRATEGY` on two ranks. more: evidence; code, seconds and off of the steps."""
+    code, seconds, off = more.pop("code", "v1"), more.pop("seconds", 1.0), more.pop("off", 0.0)
+    script = Script(command=("train.py", "--strategy", "{strategy}"), parameters={"strategy": strategy}, code=code)
+    spec = replace(build_spec(None, 2, workload="script", repeat=repeat), script=script)
+    samples = build_steps(spec, seconds, off=off)
+    record = build_record(spec, seconds, {**EVIDENCE, **more}, steps=steps(samples) if steps else samples)
+    return replace(record, started_at=at, ended_at=at + 1)
+
+
+def judged(*records: RunRecord) -> list[Certificate]:
+    found = certify_all(records)
+    return [found[record.spec.run_id] for record in records]
+
+
+def test_equal_runs_of_two_strategies_are_certified() -> None:
+    first, second = judged(run("ddp"), run("fsdp", at=1.0, off=5e-5))
+    assert (first.level, second.level) == (CERTIFIED, CERTIFIED)
+    assert second.reference == first.run
+    assert second.valid
+    assert not second.differs
+
+
+def test_sharded_weights_add_up_to_whole_ones() -> None:
+    sharded = run("fsdp", at=1.0)
+    parts = ["10:00000000000000a0+", "10:000000000000000a+"]
+    outcomes = [
+        replace(o, evidence=replace(o.evidence, init_digests={"w": part}, final_digests=None))
+        for o, part in zip(sharded.outcomes, parts, strict=True)
+        if o.evidence
+    ]
+    _, second = judged(run("ddp"), replace(sharded, outcomes=tuple(outcomes)))
+    assert second.level == CERTIFIED
+
+
+def test_what_cannot_be_observed_is_named() -> None:
+    _, second = judged(run("ddp"), run("zero3", at=1.0, init_digests={}))
+    assert second.level == CONSISTENT
+    assert second.grade == "consistent (not compared: initial weights)"
+
+
+@pytest.mark.parametrize(
+    ("cheat", "what"),
+    [
+        ({"off": 0.01}, "losses: 5.05 instead of 5 at step 0"),
+        ({"parameters": 9}, "parameters: 9 instead of 10"),
+        ({"init_digests": {"w": "10:00000000000000ab"}}, "initial weights: 1 of 1 tensors"),
+        ({"groups": [{**GROUP, "lr": 0.2}]}, "optimizer: lr 0.2 instead of 0.1"),
+        ({"groups": [GROUP, {**GROUP, "class": "SGD"}]}, "optimizer: class SGD instead of AdamW"),
+        ({"dtypes": {"compute": "bf16"}}, "compute dtype: bf16 instead of fp32"),
+        ({"steps": lambda samples: samples[:-2]}, "updates: 29 instead of 30"),
+        (
+            {"steps": lambda samples: tuple(replace(s, tokens=s.tokens // 2) for s in samples)},
+            "tokens per step: 256 instead of 512 at step 0",
+        ),
+        (
+            {"steps": lambda samples: tuple(replace(s, data_digest=7) for s in samples)},
+            "data: other samples at step 0",
+        ),
+        ({"settings": {**EVIDENCE["settings"], "rates": "30:abd"}}, "optimizer: another schedule of learning rates"),
+    ],
+)
+def test_less_work_is_different_and_never_ranked(cheat: dict[str, Any], what: str) -> None:
+    records = [run(s, n, at=10.0 * n + (s == "fast"), **(cheat | {"seconds": 0.5} if s == "fast" else {}))
+               for s in ("ddp", "fast") for n in range(3)]  # fmt: skip
+    cheater = judged(*records)[3]
+    assert what in cheater.differs
+    assert cheater.level_text is not None
+    assert cheater.level_text.startswith(DIFFERENT)
+    assert cheater.valid
+    report = build(records, title="")
+    assert not report.comparisons
+    assert not report.recommendations
+    assert len({m.cell for m in report.measurements}) == 2
+
+
+def test_a_script_without_a_seed_is_consistent_at_best() -> None:
+    """Its launches have other weights, data and losses each time, which says nothing about the strategies."""
+    records = [
+        run(s, n, at=10.0 * n, off=0.02 * n, init_digests={"w": f"10:{number:016x}"})
+        for number, (s, n) in enumerate((s, n) for s in ("ddp", "fsdp") for n in range(2))
+    ]
+    found = judged(*records)
+    assert {c.level for c in found} == {CONSISTENT}
+    assert not any(c.differs for c in found)
+    assert "initial weights, losses" in str(found[1].grade)
+
+
+def test_kinds_of_work_are_compared_among_themselves() -> None:
+    """Two batch sizes with two strategies each: strategies are ranked within a batch size, never across."""
+    half: Callable[..., Any] = lambda samples: tuple(replace(s, tokens=s.tokens // 2) for s in samples)  # noqa: E731
+    records = [run("ddp"), run("fsdp", at=1.0), run("ddp", 1, at=2.0, steps=half), run("fsdp", 1, at=3.0, steps=half)]
+    found = judged(*records)
+    assert [c.work == found[0].work for c in found] == [True, True, False, False]
+    assert found[3].reference == found[2].run
+
+
+def test_verdicts_say_the_level() -> None:
+    times = {"ddp": 1.0, "fsdp": 2.0}
+    records = [
+        run(s, n, at=10.0 * n, seconds=[x * (1 + 0.001 * ((k + n) % 3)) for k in range(30)])
+        for s, x in times.items()
+        for n in range(3)
+    ]
+    report = build(records, title="")
+    speed = next(c for c in report.comparisons if c.metric == "tokens_per_s")
+    assert (speed.label, speed.verdict, speed.level) == ("ddp", "better", CERTIFIED)
+    assert speed.ratio == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({"steps": lambda samples: tuple(replace(s, loss=float("nan")) for s in samples)}, "not a number at step 0"),
+        ({"steps": lambda samples: samples[:-1]}, "29 on rank 1"),
+    ],
+)
+def test_unsound_runs_are_invalid(broken: dict[str, Any], reason: str) -> None:
+    (found,) = judged(run(**broken))
+    assert not found.valid
+    assert reason in found.reasons[0]
+
+
+def test_ranks_that_never_reduced_are_invalid() -> None:
+    record = run()
+    other = replace(record.outcomes[1], evidence=replace(record.outcomes[1].evidence, final_digests={"w": "10:cc"}))  # type: ignore[arg-type]
+    (found,) = judged(replace(record, outcomes=(record.outcomes[0], other)))
+    assert "ranks ended with different weights" in found.reasons[0]
+
+
+def test_launches_of_older_code_do_not_count() -> None:
+    old, new = judged(run(code="v1"), run(repeat=1, at=5.0, code="v2"))
+    assert not old.valid
+    assert new.valid
+
+
+def test_two_versions_are_graded_against_each_other() -> None:
+    before = [observe(run(repeat=n, at=n)) for n in range(2)]
+    assert grade_between(before, [observe(run(repeat=n, code="v2")) for n in range(2)]).level == CERTIFIED
+    slower = grade_between(before, [observe(run(repeat=n, code="v2", off=0.1)) for n in range(2)])
+    assert slower.level == DIFFERENT
