@@ -10,10 +10,21 @@ _RECORDED = re.compile(
     r"|CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER)|NVIDIA_TF32_OVERRIDE|LD_PRELOAD"
 )
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+# Beginnings of the keys of cloud, model, code and chat services, then what follows.
+_KEYS = (
+    r"hf_[\w-]{8,}|sk-[\w-]{8,}|[rs]k_(?:live|test)_\w{8,}|gh[oprsu]_\w{8,}|github_pat_\w{8,}|gl(?:pat|dt|rt|ptt|soat)-[\w-]{8,}"
+    r"|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|AIza[\w-]{8,}|ya29\.[\w-]{8,}|eyJ[\w-]{8,}[\w.-]*"
+    r"|nvapi-[\w-]{8,}|npm_\w{8,}|pypi-[\w-]{16,}|dckr_pat_[\w-]{8,}|do[opr]_v1_\w{8,}|r8_\w{16,}|gsk_\w{16,}|xai-\w{16,}"
+    r"|pplx-\w{16,}|SG\.[\w-]{8,}\.[\w-]{8,}|shp(?:at|ca|pa|ss)_\w{8,}|hv[bs]\.[\w-]{8,}|dapi[0-9a-f]{16,}|tskey-[\w-]{8,}"
+    r"|whsec_\w{8,}|ATATT[\w=-]{8,}|AGE-SECRET-KEY-1\w{8,}|sq0[a-z]{3}-[\w-]{8,}|lin_api_\w{8,}|secret_\w{32,}|ntn_\w{16,}"
+    r"|\d{8,10}:AA[\w-]{30,}|hooks\.slack\.com/services/[\w/]{8,}|discord(?:app)?\.com/api/webhooks/[\w/-]{8,}"
+)
 SECRET_VALUE = re.compile(
-    r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w-]{8,}|://[^/@\s]+:[^/@\s]+@"
-    r"|\bBearer\s+[\w.~+/-]{8,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    rf"\b(?:{_KEYS})|://[^/@\s]+:[^/@\s]+@"
+    # Keys of Azure, and the signatures that make a URL valid: SAS, AWS, Google.
+    r"|\b(?i:AccountKey|SharedAccessKey|sig|X-Amz-Signature|X-Amz-Security-Token|X-Goog-Signature)=[\w%+/=.-]{8,}"
+    r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 # A shorter value of a secret variable ("1", "true", "default") may occur in other values by chance.
 SHORTEST_SECRET = 8
