@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -38,10 +39,11 @@ class Request:
         return self.headers.get("connection", "").lower() != "close"
 
 
-def take_request(received: bytearray) -> Request | None:
+def take_request(received: bytearray, largest_body: Callable[[dict[str, str]], int] | None = None) -> Request | None:
     """Remove the first request from the received bytes and return it; None while it is incomplete.
 
     Refused if it is not HTTP or too large. Where the next request begins is then unknown: close the connection.
+    largest_body: the bytes that a request with these headers may have, asked before its body is waited for.
     """
     head_end = received.find(b"\r\n\r\n")
     if head_end > LARGEST_HEAD or (head_end < 0 and len(received) > LARGEST_HEAD):
@@ -56,8 +58,9 @@ def take_request(received: bytearray) -> Request | None:
     length = headers.get("content-length", "0")
     if "transfer-encoding" in headers or not (length.isascii() and length.isdigit()):
         raise Refused(400, "a body needs a Content-Length")
-    if len(length) > _MOST_DIGITS or int(length) > LARGEST_BODY:
-        raise Refused(413, f"Content-Length: got {length[:_MOST_DIGITS]}, expected at most {LARGEST_BODY}")
+    most = LARGEST_BODY if largest_body is None else largest_body(headers)
+    if len(length) > _MOST_DIGITS or int(length) > most:
+        raise Refused(413, f"Content-Length: got {length[:_MOST_DIGITS]}, expected at most {most}")
     end = head_end + 4 + int(length)
     if len(received) < end:
         return None

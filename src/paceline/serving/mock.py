@@ -10,6 +10,7 @@ clients.
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import json
 import random
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, shown
 from paceline.serving import http_server
 from paceline.serving.client.clocks import ANCILLARY_BYTES, Alarm, Bridge, kernel_time, stamp_in_kernel
 
@@ -65,6 +66,7 @@ RENAMED = "another-model"
 RECEIVE_BYTES = 1 << 18
 # Tokens sent before new requests are read: a late token must not make others wait forever.
 SENDS_AT_ONCE = 256
+MOST_TOKENS = 1_000_000
 WORDS = ("pace", "line", "über", "node", "rank", "wire", "clock", "tie ")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -121,6 +123,7 @@ class MockReplica:
         self._due: list[tuple[int, int, Stream]] = []
         self._queue: deque[tuple[Client, dict[str, Any], bool]] = deque()
         self._taken = 0
+        self._is_full = False
         self._order = 0
         self._requests = 0
         self._draws = random.Random(latencies.seed)
@@ -148,9 +151,17 @@ class MockReplica:
 
     def _answer(self, descriptor: int, what: int) -> None:
         if descriptor == self._listener.fileno():
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError, ConnectionError):
                 while True:
-                    sock, _ = self._listener.accept()
+                    try:
+                        sock, _ = self._listener.accept()
+                    except OSError as error:
+                        if error.errno not in (errno.EMFILE, errno.ENFILE):
+                            raise
+                        # Too many connections: the others wait until one of these ends.
+                        self._epoll.unregister(self._listener.fileno())
+                        self._is_full = True
+                        return
                     sock.setblocking(False)
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     stamp_in_kernel(sock)
@@ -191,6 +202,9 @@ class MockReplica:
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(client.sock.fileno())
         client.sock.close()
+        if self._is_full:
+            self._is_full = False
+            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def _put(self, client: Client, data: bytes) -> None:
         if not client.waiting:
@@ -250,12 +264,14 @@ class MockReplica:
         self._requests += 1
         try:
             fields = json.loads(request.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             return error(400, "the body is not a JSON object")
         if fields.get("model", model) != model:
-            return error(404, f"the model {fields['model']!r} does not exist")
+            return error(404, f"the model {shown(fields['model'])} does not exist")
+        if not 1 <= self._tokens_of(fields) <= MOST_TOKENS:
+            return error(400, f"max_tokens: expected a whole number from 1 to {MOST_TOKENS}")
         every_other = self._requests % 2 == 0
         if self.latencies.mode == "refuse" and every_other:
             return error(429, "busy", "Retry-After: 1\r\n")
@@ -263,6 +279,11 @@ class MockReplica:
             return error(500, "broken")
         self._admit(client, fields, request.path.endswith("chat/completions"), now)
         return b""
+
+    def _tokens_of(self, request: dict[str, Any]) -> int:
+        """The number of tokens of the answer; 0 if the request does not state one that can be."""
+        total = request.get("max_tokens") or request.get("max_completion_tokens") or self.latencies.tokens
+        return total if type(total) is int else 0
 
     def _admit(self, client: Client, request: dict[str, Any], chat: bool, now: int) -> None:
         if self.latencies.slots and self._taken >= self.latencies.slots:
@@ -282,10 +303,9 @@ class MockReplica:
 
     def _begin(self, client: Client, request: dict[str, Any], chat: bool, now: int) -> None:
         factor = self._draws.lognormvariate(0.0, self.latencies.spread) if self.latencies.spread else 1.0
-        total = request.get("max_tokens") or request.get("max_completion_tokens") or self.latencies.tokens
         due = now + round(self.latencies.ttft_s * factor * NS)
         self._order += 1
-        stream = Stream(client, due, int(total), chat, prompt_tokens(request))
+        stream = Stream(client, due, self._tokens_of(request), chat, prompt_tokens(request))
         heapq.heappush(self._due, (due, self._order, stream))
 
     def _send_due(self) -> None:

@@ -22,6 +22,9 @@ from paceline.serving.replica.settings import Settings
 
 LONGEST_LINE = 64 << 20
 LAST_MESSAGE_S = 1.0
+# How long a client may take to send one request, and how many clients there may be.
+SLOWEST_REQUEST_S = 60.0
+MOST_CONNECTIONS = 16_384
 IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
 
 
@@ -33,11 +36,19 @@ class Front:
         self._key, self._send = f"Bearer {secret}".encode(), send
         self._replies: dict[int, tuple[Completion, Connection]] = {}
         self._last = 0
+        self.connections = 0
+
+    def largest_body(self, headers: dict[str, str]) -> int:
+        """Nobody without the key may fill the memory with bodies."""
+        return http_server.LARGEST_BODY if self._has_key(headers) else http_server.LARGEST_HEAD
+
+    def _has_key(self, headers: dict[str, str]) -> bool:
+        return hmac.compare_digest(headers.get("authorization", "").encode(), self._key)
 
     def answer(self, request: http_server.Request, connection: Connection) -> None:
         if request.path == "/health":
             connection.send(http_server.answer(200, {"status": "ok"}))
-        elif not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._key):
+        elif not self._has_key(request.headers):
             raise http_server.Refused(401, "this replica needs the API key of its engine")
         elif request.path == "/v1/models":
             models = [{"id": self.settings.served, "object": "model", "max_model_len": self.settings.max_length}]
@@ -80,19 +91,34 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._stays = True
+        self._deadline: asyncio.TimerHandle | None = None
         self.reply: Completion | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._front.connections += 1
+        if self._front.connections > MOST_CONNECTIONS:
+            self._close()
 
     def data_received(self, data: bytes) -> None:
         self._received += data
         self._next()
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.reply is not None:
+            # What a client sends meanwhile stays with the client.
+            self._transport.pause_reading()
+        if self._received and self.reply is None:
+            if self._deadline is None:
+                self._deadline = asyncio.get_running_loop().call_later(SLOWEST_REQUEST_S, self._close)
+        elif self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _next(self) -> None:
         while self.reply is None and self._stays:
             try:
-                request = http_server.take_request(self._received)
+                request = http_server.take_request(self._received, self._front.largest_body)
             except http_server.Refused as refused:
                 # It is unknown where the next request begins.
                 self._stays = False
@@ -117,6 +143,8 @@ class Connection(asyncio.Protocol):
         self.reply = None
         if self._stays:
             self._next()
+            if self.reply is None and self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
         else:
             self._close()
 
@@ -125,6 +153,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._front.connections -= 1
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self.reply is not None:
             self._front.forget(self.reply)
             self.reply = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from paceline.serving.client.http_stream import Response, understand
+from paceline.serving.replica import front
 from paceline.serving.replica.completions import PlaceholderTokenizer, TextDecoder
 from paceline.serving.replica.front import Connection, Front
 from paceline.serving.replica.settings import Settings
@@ -22,6 +24,7 @@ class Transport:
     def __init__(self) -> None:
         self.written = bytearray()
         self.closed = False
+        self.reads = True
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -31,6 +34,12 @@ class Transport:
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
 
 
 class Talk:
@@ -162,3 +171,34 @@ def test_half_a_character_waits_for_the_token_that_completes_it() -> None:
     assert speech.add("é".encode()[0]) == ""
     # An answer may end within a character: what is there is told then.
     assert speech.rest() == "\ufffd"
+
+
+def test_nobody_without_the_key_may_send_a_large_body() -> None:
+    for more in (b"", b"Authorization: Bearer x\r\n"):
+        talk = Talk()
+        talk.connection.data_received(b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: 1000000\r\n\r\n" % more)
+        assert [status for status, _ in talk.answers()] == [413]
+        assert talk.transport.closed
+
+
+def test_requests_that_come_during_an_answer_wait_at_the_client() -> None:
+    talk = Talk()
+    talk.send()
+    assert not talk.transport.reads
+    talk.front.pass_on([(1, 7, "stop")])
+    assert talk.transport.reads
+
+
+def test_a_slow_client_is_closed_and_one_too_many_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "SLOWEST_REQUEST_S", 0.05)
+
+    async def dribble() -> tuple[bool, bool]:
+        slow, quick = Talk(), Talk()
+        slow.connection.data_received(b"POST /v1/compl")
+        quick.send()
+        await asyncio.sleep(0.2)
+        return slow.transport.closed, quick.transport.closed
+
+    assert asyncio.run(dribble()) == (True, False)
+    monkeypatch.setattr(front, "MOST_CONNECTIONS", 0)
+    assert Talk().transport.closed
