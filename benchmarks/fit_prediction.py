@@ -24,6 +24,7 @@ from paceline.prediction.calibration import ANCHORS, Choice, Score, source_of
 from paceline.prediction.parameters import Fitted
 from paceline.prediction.published import Row
 
+TUNED_SOURCES = ("qwen-finetune", "seed-qlora")
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "benchmarks" / "data" / "training_throughput.csv"
 PAGE = ROOT / "docs" / "prediction.md"
@@ -38,10 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = calibration.usable(published.read(options.table))
     fitted, estimate = calibration.fit(rows)
     by_source = calibration.folds(rows, source_of, fitted.offset_sd)
-    scale = scales(rows, by_source)
-    by_source = {name: replace(one, scale=scale) for name, one in by_source.items()}
-    fitted = replace(fitted, scale=scale, provenance=provenance(options.table, rows))
-    text = page(rows, fitted, by_source)
+    trained = {name: one for name, one in by_source.items() if name not in TUNED_SOURCES}
+    tuned = {name: one for name, one in by_source.items() if name in TUNED_SOURCES}
+    scale = scales(rows, trained)
+    own = round(calibration.conformal(scored(rows, tuned, 0)) / scale[0], 3)
+    _SCORED.clear()
+    trained, tuned = ({k: replace(one, scale=scale, tuned_scale=own) for k, one in d.items()} for d in (trained, tuned))
+    fitted = replace(fitted, scale=scale, tuned_scale=own, provenance=provenance(options.table, rows))
+    text = page([row for row in rows if not calibration.is_tuned(row)], fitted, trained)
+    _SCORED.clear()
+    text = text.replace("### Leave one GPU", f"{tuned_text(rows, tuned)}\n\n### Leave one GPU")
     if options.check:
         sys.stdout.write(text)
         return 0
@@ -86,6 +93,15 @@ def scored(rows: Sequence[Row], fits: dict[str, Fitted], count: int) -> list[Sco
 
 
 # --- the page ---
+
+
+def tuned_text(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
+    """The sources of fine-tuning programs, which have parameters and a factor of their own."""
+    note = (
+        "Plain fine-tuning programs (LoRA and QLoRA with transformers, PEFT and bitsandbytes) have three parameters "
+        "and a conformal factor of their own, from two sources. They are not part of the other tables."
+    )
+    return f"{note}\n\n{source_table(rows, fits)}"
 
 
 def page(rows: Sequence[Row], fitted: Fitted, by_source: dict[str, Fitted]) -> str:

@@ -220,7 +220,8 @@ def _forecasts(specs: Sequence[RunSpec], gpu: str | None) -> list[Forecast]:
     """The runs that can be predicted: those that train on a GPU that is given, or that this machine has."""
     from paceline.campaign.run import forecast
 
-    on_gpu = [spec for spec in specs if spec.is_trained and (gpu or spec.topology.device == "cuda")]
+    local = (spec.topology.device == "cuda" and spec.launcher.name == "local" for spec in specs)
+    on_gpu = [spec for spec, here in zip(specs, local, strict=True) if spec.is_trained and (gpu or here)]
     found = forecast.gpu_here(gpu) if on_gpu else None
     return [] if found is None else forecast.forecast(on_gpu, found)
 

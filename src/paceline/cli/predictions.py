@@ -31,6 +31,10 @@ def add_verbs(verbs: Any) -> None:
         "--layout", default="", metavar="TEXT", help="dp=32,tp=8,zero3 ..., or `all` (default: what fits)"
     )
     verb.add_argument(
+        "--up-to", type=int, metavar="N", help="also at every doubling up to N GPUs, with equal work on each"
+    )
+    _add_serving(verb)
+    verb.add_argument(
         "--score", type=Path, metavar="PATH", help="score stored predictions of a results directory, or a CSV"
     )
     verb.add_argument("--save", action="store_true", help="add the prediction to DIR/predictions.jsonl of --out")
@@ -44,6 +48,7 @@ def _add_choose(verbs: Any) -> None:
         verbs, "choose", choose, "rank all layouts of a model by predicted time or cost, and measure the few close ones"
     )
     _add_question(verb, several=True)
+    _add_serving(verb)
     verb.add_argument("--by", choices=("cost", "time"), default="cost", help="what to minimise (default: cost)")
     verb.add_argument("--deadline", metavar="TIME", help="the most time for --tokens: 90m, 36h, 3d")
     verb.add_argument("--budget", type=float, metavar="USD", help="the most USD for --tokens")
@@ -51,6 +56,14 @@ def _add_choose(verbs: Any) -> None:
     verb.add_argument("--launcher", metavar="NAME|FILE", help="where --measure runs, as in `paceline run`")
     add_out_option(verb, "where experiment files and measured runs go")
     verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_serving(verb: Parser) -> None:
+    verb.add_argument(
+        "--serving", metavar="IN/OUT", help="serve instead of train: tokens of prompt and answer, 1000/200"
+    )
+    verb.add_argument("--ttft", type=float, metavar="S", help="with --serving: the most seconds to the first token")
+    verb.add_argument("--tpot", type=float, metavar="S", help="with --serving: the most seconds per further token")
 
 
 def _add_question(verb: Parser, *, several: bool = False) -> None:
@@ -91,7 +104,7 @@ def _add_question(verb: Parser, *, several: bool = False) -> None:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    from paceline.prediction import stored
+    from paceline.prediction import scaling, stored
     from paceline.prediction.predict import next_measurement, worth
     from paceline.prediction.predict import predict as predicted
     from paceline.report.tables import predictions as tables
@@ -101,6 +114,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return _score(arguments)
     if _without_speed(arguments):
         return OK
+    if arguments.serving is not None:
+        return _serving(arguments)
     anchors, observations = _measured(arguments.anchor)
     tokens, usd = _tokens(arguments), _usd(arguments)
     if arguments.layout == "all":
@@ -112,6 +127,11 @@ def predict(arguments: argparse.Namespace) -> int:
         print(json.dumps(stored.to_dict(one, tokens, usd), indent=2))
         return OK
     screen = console()
+    if arguments.up_to is not None:
+        grown = scaling.extrapolate(one.setup, arguments.up_to, anchors, observations)
+        screen.print(Fitted(tables.scaled(grown)))
+        print_hanging(screen, scaling.limit_text(grown), 2)
+        return OK
     for table in (tables.summary(one, tokens, usd), tables.time_parts(one), tables.memory_parts(one)):
         screen.print(Fitted(table))
     if anchors or observations:
@@ -256,6 +276,46 @@ def _with_runs(path: Path) -> list[Path]:
     return sorted(found)
 
 
+# --- serving ---
+
+
+def _serving(arguments: argparse.Namespace) -> int:
+    """Replicas against tensor parallelism on each kind and number of GPUs, under limits on TTFT and TPOT."""
+    from paceline.experiment.choices import Choice
+    from paceline.models import arithmetic
+    from paceline.prediction import hardware, serving
+    from paceline.report.tables import predictions as tables
+    from paceline.report.terminal import Fitted
+
+    prompt, _, answer = arguments.serving.partition("/")
+    valid = prompt.isdigit() and answer.isdigit() and int(prompt) * int(answer) > 0
+    require(valid, "--serving", arguments.serving, "tokens of prompt and answer, such as 1000/200")
+    kinds = serving.WEIGHT_BYTES
+    require(arguments.precision in kinds, "--precision", arguments.precision, ", ".join(kinds))
+    found = []
+    for gpu in _words(arguments.gpu):
+        for gpus in _words(str(arguments.gpus)):
+            require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
+            base = serving.Served(
+                shape=arithmetic.load(Choice.parse(arguments.model)),
+                gpu=hardware.accelerator(gpu),
+                precision=arguments.precision,
+                input_tokens=int(prompt),
+                output_tokens=int(answer),
+            )
+            found += serving.partitions(base, int(gpus), arguments.ttft, arguments.tpot)
+    if not found:
+        raise RequestError(
+            f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough for {arguments.model} within the limits. "
+            "Use more GPUs, --precision fp8, or a longer --ttft and --tpot."
+        )
+    if arguments.json:
+        print(json.dumps([serving.to_dict(one) for one in found], indent=2))
+        return OK
+    console().print(Fitted(tables.served(found)))
+    return OK
+
+
 # --- choose ---
 
 
@@ -265,6 +325,8 @@ def choose(arguments: argparse.Namespace) -> int:
     from paceline.report.tables import choices
     from paceline.report.terminal import Fitted
 
+    if arguments.serving is not None:
+        return _serving(arguments)
     anchors, observations = _measured(arguments.anchor)
     decision = _decision(arguments, anchors, observations)
     files = _write_files(arguments, decision)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.prediction import fitting
+from paceline.prediction import fitting, parameters
 from paceline.prediction.offsets import MEASURED, NORMAL_90, predict_columns, subset
 from paceline.prediction.parameters import Fitted
 from paceline.prediction.published import Row
@@ -27,7 +27,9 @@ MOST_ROWS = {"vtrain-single": 30.0}
 EVERY = {"vtrain-single": 20}
 # Two revisions of one benchmark page are one source when one is left out.
 SAME_SOURCE = {"llm-foundry-superseded": "llm-foundry"}
-_DRAWS = 8
+_DRAWS = 6
+# Parameters that only fine-tuning programs have.
+TUNED = ("peft", "peft_launch", "expand")
 # Two setups are alternatives if they train the same model on the same GPUs with the same sequence and precision.
 _CLOSE = 0.02
 
@@ -86,18 +88,43 @@ def usable(rows: Iterable[Row]) -> list[Row]:
     return kept
 
 
+def is_tuned(one: Row) -> bool:
+    """Whether a plain fine-tuning program made the row: these programs have parameters of their own."""
+    return one.setup.software.family == "peft"
+
+
 def fit(rows: Sequence[Row], offset_sd: Mapping[str, float] | None = None) -> tuple[Fitted, fitting.Estimate]:
-    """Parameters from these rows, with intervals that are not yet scaled."""
+    """Parameters from these rows, with intervals that are not yet scaled.
+
+    Rows of fine-tuning programs fit their own three parameters with the physics kept as it is, because their overhead
+    would bend it.
+    """
+    trained = [one for one in rows if not is_tuned(one)]
+    found = _fit(trained, offset_sd, rounds=2 if offset_sd is None else 1)
+    values, covariance = dict(found.values), found.covariance
+    tuned = [one for one in rows if is_tuned(one)]
+    if tuned:
+        kept = {name: 1e-4 for name in parameters.PRIORS if name not in TUNED}
+        own = _fit(tuned, found.offset_sd, rounds=1, centre=found.values, widths=kept)
+        names = list(parameters.PRIORS)
+        for name in TUNED:
+            values[name], at = own.values[name], names.index(name)
+            covariance[at, :] = covariance[:, at] = 0.0
+            covariance[at, at] = own.covariance[at, at]
+    return Fitted(values, covariance, found.offset_sd, MEASURED, dict.fromkeys(ANCHORS, 1.0), 1.0, {}), found
+
+
+def _fit(rows: Sequence[Row], offset_sd: Mapping[str, float] | None, rounds: int, **more: Any) -> fitting.Estimate:
     sources = [one.source for one in rows]
-    found = fitting.fit(
+    return fitting.fit(
         columns([one.setup for one in rows]),
         np.log([one.step_s for one in rows]),
         sources,
         fitting.weights_of(sources, MOST_ROWS),
         offset_sd=offset_sd,
-        rounds=2 if offset_sd is None else 1,
+        rounds=rounds,
+        **more,
     )
-    return Fitted(found.values, found.covariance, found.offset_sd, MEASURED, dict.fromkeys(ANCHORS, 1.0), {}), found
 
 
 def source_of(one: Row) -> str:

@@ -51,16 +51,25 @@ def fit(
     *,
     offset_sd: Mapping[str, float] | None = None,
     rounds: int = 2,
+    centre: Mapping[str, float] | None = None,
+    widths: Mapping[str, float] | None = None,
     iterations: int = ITERATIONS,
 ) -> Estimate:
-    """Parameters and offsets that explain the measured step times; offset_sd is re-estimated between rounds."""
+    """Parameters and offsets that explain the measured step times; offset_sd is re-estimated between rounds.
+
+    centre and widths replace the prior of the parameters: a width near 0 keeps one as it is.
+    """
     names = sorted(set(sources))
     index = np.array([names.index(source) for source in sources])
     sd = dict(offset_sd or OFFSET_PRIORS)
-    state = np.concatenate([np.array(list(starting_values().values())), np.zeros(len(names) * len(OFFSETS))])
+    start = np.array(list((centre or starting_values()).values()))
+    priors = np.array([(widths or {}).get(name, prior[1]) for name, prior in PRIORS.items()])
+    state = np.concatenate([start, np.zeros(len(names) * len(OFFSETS))])
     curvature, residuals = np.eye(len(state)), log_step
     for turn in range(rounds):
-        state, curvature, residuals = _gauss_newton(c, log_step, index, len(names), weights, sd, state, iterations)
+        state, curvature, residuals = _gauss_newton(
+            c, log_step, index, len(names), weights, sd, state, iterations, start, priors
+        )
         if offset_sd is None and turn < rounds - 1:
             sd = _spread(state, _inverse(curvature), len(names), index, weights)
     covariance = _inverse(curvature)[: len(PRIORS), : len(PRIORS)]
@@ -83,9 +92,10 @@ def _gauss_newton(
     sd: Mapping[str, float],
     state: Array,
     most: int,
+    start: Array,
+    priors: Array,
 ) -> tuple[Array, Array, Array]:
-    start = np.array(list(starting_values().values()))
-    precision = np.array([1 / prior[1] ** 2 for prior in PRIORS.values()])
+    precision = 1 / priors**2
     offset_precision = np.tile([1 / sd[name] ** 2 for name in OFFSETS], count)
     penalty = np.concatenate([precision, offset_precision])
     centre = np.concatenate([start, np.zeros(count * len(OFFSETS))])

@@ -126,7 +126,7 @@ def predict_columns(
 ) -> tuple[Array, Array]:
     """(mean, sd) of the logarithm of the step time of each setup, given anchors."""
     count = len(log_step)
-    factor = scale_for(fitted, count + len(observations))
+    factor: float | Array = scale_for(fitted, count + len(observations))
     shift, covariance, residual = posterior(fitted, anchors or c, log_step, sd, observations)
     mean = np.log(step_time(c, fitted.values, shift))
     parameters, slopes = sensitivities(c, fitted.values, shift)
@@ -139,6 +139,7 @@ def predict_columns(
         solved = np.linalg.solve(inside, across.T)
         mean = mean + solved.T @ residual
         shared = np.maximum(shared - np.einsum("ij,ji->i", across, solved), 0)
+    factor = factor * np.where(c["peft"] > 0, fitted.tuned_scale, 1.0)
     return mean, factor * np.sqrt(variance + shared + fitted.noise**2)
 
 

@@ -26,6 +26,8 @@ PRIORS: Mapping[str, tuple[float, float, str, str]] = {
     "other_gpu": (1.0, 0.15, "log", "the same on GPUs without published training rows (A10, L4, L40S, GeForce, B200)"),
     "megatron": (0.0, 0.10, "shift", "logarithm of compute time added by Megatron-LM and its descendants"),
     "nemo": (0.0, 0.10, "shift", "the same for NeMo and Megatron Core"),
+    "peft": (0.3, 0.2, "shift", "the same for plain fine-tuning programs (transformers, PEFT, bitsandbytes)"),
+    "peft_launch": (2.0, 0.5, "log", "launch cost of such programs, relative"),
     "kappa": (0.85, 0.30, "log", "operand traffic of products through memory, relative"),
     "fp8_gain": (0.60, 0.30, "log", "speed gained by 8-bit products: 1 + gain"),
     "fp8_rowwise": (0.4, 0.5, "log", "the same with a scale per row, relative"),
@@ -74,7 +76,8 @@ class Fitted:
     """A fit: parameter values as `step_time` takes them, the offsets' prior, the noise, and where it comes from.
 
     covariance: of the parameters, in the order of PRIORS. noise: sd of the logarithm of a step time that stays
-    unexplained. scale: by which number of anchors, the factor that makes intervals cover (conformal).
+    unexplained. scale: by which number of anchors, the factor that makes intervals cover (conformal). tuned_scale: a
+    further factor for fine-tuning programs.
     """
 
     values: Mapping[str, float]
@@ -82,6 +85,7 @@ class Fitted:
     offset_sd: Mapping[str, float]
     noise: float
     scale: Mapping[int, float]
+    tuned_scale: float
     provenance: Mapping[str, Any]
 
 
@@ -110,6 +114,7 @@ def load() -> Fitted:
         offset_sd={name: float(raw["offsets"][name]) for name in OFFSETS},
         noise=float(raw["noise"]["sd"]),
         scale={int(count): float(factor) for count, factor in raw["scale"].items()},
+        tuned_scale=float(raw["tuned_scale"]["factor"]),
         provenance=raw["provenance"],
     )
 
@@ -126,6 +131,7 @@ def text(fitted: Fitted) -> str:
     lines += ["", "[offsets]", *(f"{name} = {fitted.offset_sd[name]:.4g}" for name in OFFSETS)]
     lines += ["", "[noise]", f"sd = {fitted.noise:.4g}"]
     lines += ["", "[scale]", *(f"{count} = {factor:.4g}" for count, factor in fitted.scale.items())]
+    lines += ["", "[tuned_scale]", f"factor = {fitted.tuned_scale:.4g}"]
     rows = [", ".join(f"{value:.3e}" for value in row) for row in fitted.covariance]
     lines += ["", "[covariance]", "rows = [", *(f"  [{row}]," for row in rows), "]"]
     return "\n".join(lines) + "\n"

@@ -272,7 +272,8 @@ def setup_of(
     require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
     require(method in METHODS, "--method", method, ", ".join(METHODS))
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
-    program, default_shard = published.software(software)
+    # Adapters are trained by other programs than whole models.
+    program, default_shard = published.software("peft" if software == "generic" and method != "full" else software)
     link, node = hardware.network(interconnect)
     require(not interconnect or (link or node) is not None, "--interconnect", interconnect, "a link or network by name")
     batch = global_batch or max(256, ranks) if method == "full" else global_batch or 4 * ranks

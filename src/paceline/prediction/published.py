@@ -142,6 +142,7 @@ def _setup(values: Mapping[str, str]) -> Setup | None:
         micro_batches = max(whole / (micro * dp), 1.0)
     link, node = hardware.network(values.get("interconnect") or "")
     adapters = (values.get("task") or "").casefold() in ("lora", "qlora")
+    packed = (adapters or values.get("task") == "SFT") and program.family != "peft"
     recompute = _checkpointing(values.get("activation_checkpointing") or "")
     found = Setup(
         shape=shape,
@@ -158,7 +159,8 @@ def _setup(values: Mapping[str, str]) -> Setup | None:
         shard=_shard(values, shard),
         fp8="fp8" in (values.get("precision") or ""),
         fp8_rowwise="rowwise" in (values.get("precision") or ""),
-        document_length=DOCUMENT_LENGTH if adapters or (values.get("task") or "") == "SFT" else None,
+        document_length=DOCUMENT_LENGTH if packed else None,
+        quantised=(values.get("task") or "").casefold() == "qlora",
         checkpointing=recompute or "none",
         trained=adapter_parameters(shape, ADAPTER_RANK, ADAPTER_TARGETS) if adapters else None,
         gpus_per_node=_integer(values, "gpus_per_node", gpu.gpus_per_node),

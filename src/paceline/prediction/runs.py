@@ -22,8 +22,8 @@ from paceline.prediction.parameters import Fitted, load
 from paceline.prediction.setup import Setup
 from paceline.results.records import RunRecord, Status
 
-# How far a bandwidth or a rate that was measured alone may differ from what a training step gets.
-OBSERVED_SD = 0.12
+# How far a rate that was measured alone may differ from what a step gets; products are only a part of its level.
+OBSERVED_SD = {"network": 0.15, "level": 0.25}
 # Messages this large measure bandwidth, not latency; products this large measure arithmetic, not memory.
 LARGE_MESSAGE_BYTES, LARGE_PRODUCT_FLOPS = 64 * 2**20, 5e11
 _SHARDS = {0: "none", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -153,7 +153,7 @@ def _network(record: RunRecord, fit: Fitted) -> Observation | None:
     node = math.exp(fit.values["nic"]) * gpu.node_bytes_per_s
     expected = min(link, node) if topology.nodes > 1 else link
     value = math.log(expected / float(np.max(rates)))
-    return Observation("network", value, OBSERVED_SD, record.spec.run_id)
+    return Observation("network", value, OBSERVED_SD["network"], record.spec.run_id)
 
 
 def _level(record: RunRecord, fit: Fitted) -> Observation | None:
@@ -166,4 +166,6 @@ def _level(record: RunRecord, fit: Fitted) -> Observation | None:
         return None
     share = math.exp(fit.values["efficiency"]) * gpu.matmul_ratio
     share *= math.exp(fit.values["hopper"]) if gpu.generation == "hopper" else 1.0
-    return Observation("level", math.log(share * gpu.flops / float(np.max(rates))), OBSERVED_SD, record.spec.run_id)
+    return Observation(
+        "level", math.log(share * gpu.flops / float(np.max(rates))), OBSERVED_SD["level"], record.spec.run_id
+    )

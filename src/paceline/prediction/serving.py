@@ -159,6 +159,23 @@ def predict(
     )
 
 
+def to_dict(one: ServedPrediction) -> dict[str, object]:
+    """A prediction as JSON, each number with its 90 % interval."""
+    numbers = {"ttft_s": one.ttft_s, "tpot_s": one.tpot_s, "output_tokens_per_s": one.tokens_per_s}
+    return {
+        "model": one.served.shape.name,
+        "gpu": one.served.gpu.name,
+        "tp": one.served.tp,
+        "replicas": one.served.replicas,
+        "precision": one.served.precision,
+        "batch": one.batch,
+        **{
+            name: dict(zip(("value", "low", "high"), (value, *one.interval(value)), strict=True))
+            for name, value in numbers.items()
+        },
+    }
+
+
 def needed_gpus(one: Served) -> int:
     size = USABLE_RATIO * (one.gpu.memory_bytes or math.inf)
     return max(math.ceil(one.weight_bytes / size), 1)

@@ -33,7 +33,7 @@ PARTS = (
 )
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters.
 # Families of programs whose kernels are as a rule faster or slower than plain PyTorch.
-FAMILIES = ("megatron", "nemo")
+FAMILIES = ("megatron", "nemo", "peft")
 OFFSETS = ("level", "launch", "network", "dp_overlap", "fsdp_overlap")
 
 
@@ -116,7 +116,11 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     head_products, head_memory = (value * slower for value in _head(c, p))
     gpu_s = sum(layer.values()) + tensor
     passes = 2 + c["full"]
-    launch_s = np.exp(p["launch"] + shift["launch"]) * passes * (1 - c["compiled"] * _sigmoid(p["compiled_launch"]))
+    launch_s = (
+        np.exp(p["launch"] + c["peft"] * p["peft_launch"] + shift["launch"])
+        * passes
+        * (1 - c["compiled"] * _sigmoid(p["compiled_launch"]))
+    )
     power = 1 + np.exp(p["launch_power"])
     one_layer = (gpu_s**power + launch_s**power) ** (1 / power)
     stage = layers * one_layer

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from paceline.analysis.findings import PredictedRun, Report
 from paceline.prediction import memory
 from paceline.prediction.predict import Prediction, Worth
+from paceline.prediction.scaling import Scaled
 from paceline.prediction.scoring import Pair
+from paceline.prediction.serving import ServedPrediction
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import PARTS
 from paceline.report.tables.table import Cell, Column, Table, numeric
@@ -148,6 +150,70 @@ def layouts(heading: str, found: Sequence[tuple[str, Prediction]], usd: float | 
         if usd is not None:
             columns.insert(7, numeric("USD"))
     return Table(heading, tuple(columns), tuple(rows), (INTERVAL_NOTE,))
+
+
+def scaled(found: Sequence[Scaled]) -> Table:
+    """More GPUs with equal work on each: speed, efficiency, and how much of the step waits for the network."""
+    rows = []
+    for each in found:
+        one = each.prediction
+        s = one.setup
+        rate = s.tokens_per_step / s.gpus
+        rows.append(
+            (
+                Cell(str(s.gpus)),
+                between(rate / one.step_s, rate / one.high_s, rate / one.low_s),
+                Cell(number(one.tokens_per_s)),
+                Cell(f"{100 * each.efficiency:.0f}"),
+                Cell(f"{100 * each.network_share:.0f}"),
+                Cell("network" if each.is_limited else "compute", "", "bad" if each.is_limited else ""),
+            )
+        )
+    columns = (
+        numeric("GPUs"),
+        numeric("tokens/s per GPU"),
+        numeric("tokens/s"),
+        numeric("efficiency, %"),
+        numeric("waits for the network, %"),
+        Column("limit"),
+    )
+    return Table(f"Scaling of {found[0].prediction.setup.shape.name}", columns, tuple(rows), (INTERVAL_NOTE,))
+
+
+def served(found: Sequence[ServedPrediction]) -> Table:
+    """Replicas against tensor parallelism, fastest first."""
+    rows = tuple(
+        (
+            Cell(f"{one.served.gpus} x {one.served.gpu.name}"),
+            Cell(f"{one.served.replicas} x tp={one.served.tp}"),
+            Cell(str(one.batch)),
+            between(1000 * one.ttft_s, *_scaled(one.interval(one.ttft_s))),
+            between(1000 * one.tpot_s, *_scaled(one.interval(one.tpot_s))),
+            between(one.tokens_per_s, *one.interval(one.tokens_per_s)),
+        )
+        for one in found
+    )
+    columns = (
+        Column("GPUs"),
+        Column("replicas"),
+        numeric("batch of a replica"),
+        numeric("TTFT alone, ms"),
+        numeric("TPOT, ms"),
+        numeric("output tokens/s"),
+    )
+    one = found[0].served
+    heading = (
+        f"Serving {one.shape.name} in {one.precision}: prompts of {one.input_tokens}, answers of {one.output_tokens}"
+    )
+    note = (
+        "By memory and compute limits, fitted to published TensorRT-LLM rows; queueing is not included. Intervals are "
+        "wide: measure with `paceline run inference`."
+    )
+    return Table(heading, columns, rows, (note,))
+
+
+def _scaled(ends: tuple[float, float]) -> tuple[float, float]:
+    return 1000 * ends[0], 1000 * ends[1]
 
 
 def of_report(report: Report) -> tuple[Table, ...]:

@@ -1,0 +1,105 @@
+"""predict and choose as users type them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline import cli
+from paceline.prediction import stored
+
+TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "training_throughput.csv"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_predict_gives_every_quantity_with_its_interval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    question = ["--model", "llama-70b", "--gpu", "h100", "--gpus", "256", "--layout", "dp=32,tp=8", "--seq", "8192"]
+    words = ["predict", *question, "--global-batch", "1024", "--tokens", "2B", "--price", "2", "--json"]
+    found = json.loads(answer(capsys, *words, "--save", "--out", str(tmp_path)))
+    for name in ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu_ratio", "joules_per_token", "days", "usd"):
+        assert 0 < found[name]["low"] < found[name]["value"] < found[name]["high"], name
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_time_s"]["value"])
+    assert found["tokens_per_s"]["value"] * found["step_time_s"]["value"] == pytest.approx(1024 * 8192)
+    assert found["usd"]["value"] == pytest.approx(found["days"]["value"] * 24 * 256 * 2)
+    assert [row["key"] for row in stored.read(tmp_path)] == [found["key"]]
+
+
+def test_anchors_of_a_table_are_told_their_worth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("internevo")][:2]
+    path = tmp_path / "ours.csv"
+    path.write_text("\n".join([lines[0], *rows]) + "\n", encoding="utf-8")
+    text = answer(capsys, "predict", "--model", "llama-7b", "--gpu", "a100", "--gpus", "64", "--anchor", str(path))
+    assert "What each anchor is worth" in text
+    assert "internevo-0001" in text
+    assert "What to measure next" in text
+
+
+def test_all_layouts_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(
+        answer(capsys, "predict", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--layout", "all", "--json")
+    )
+    assert all(row["fits"] for row in found)
+    assert {row["layout"] for row in found} >= {"dp=8,zero1", "dp=8,zero3", "dp=4,tp=2"}
+
+
+def test_choose_writes_files_that_can_be_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["choose", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--tokens", "10B", "--price", "3"]
+    found = json.loads(answer(capsys, *words, "--out", str(tmp_path), "--json"))
+    assert found["options"][0]["verdict"].startswith("best")
+    assert found["recommendation"][0].startswith("Recommendation (predicted, nothing measured): 8 x h200")
+    document = yaml.safe_load(Path(found["files"][0]).read_text(encoding="utf-8"))
+    assert document["base"]["model"] == "llama-8b"
+    assert cli.main(["plan", found["files"][0], "--gpu", "h200", "--set", "device=cpu", "--out", str(tmp_path)]) == 0
+    assert "predicted: step" in capsys.readouterr().out
+    assert len(stored.read(tmp_path)) >= len(found["files"])
+
+
+def test_a_deadline_that_nothing_meets_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["choose", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--tokens", "1T", "--deadline", "1h"]
+    assert "No option meets the limits" in answer(capsys, *words, "--out", str(tmp_path))
+
+
+def test_scaling_and_serving_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, "predict", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8", "--up-to", "64")
+    assert "The network" in text
+    words = [
+        "predict",
+        "--model",
+        "llama-70b",
+        "--gpu",
+        "h200",
+        "--gpus",
+        "8",
+        "--precision",
+        "fp8",
+        "--serving",
+        "1000/500",
+    ]
+    assert "8 x tp=1" in answer(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--layout", "tp=3"], "a product that divides 8 GPUs"),
+        (["--layout", "tp=16"], "a product that divides 8 GPUs"),
+        (["--precision", "int3"], "--precision: got 'int3'"),
+        (["--interconnect", "carrier-pigeon"], "--interconnect: got 'carrier-pigeon'"),
+        (["--anchor", "nowhere"], "--anchor: got 'nowhere'"),
+        (["--serving", "many"], "--serving: got 'many'"),
+        (["--global-batch", "7"], "a multiple of dp=8"),
+    ],
+)
+def test_a_wrong_question_is_one_sentence(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["predict", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8", *words]) == 2
+    text = capsys.readouterr().err
+    assert told in text
+    assert text.count("\n") == 1

@@ -1,0 +1,113 @@
+"""Paceline's runs as setups and anchors, predictions that are stored and scored, forecasts of campaigns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.analysis.report import build
+from paceline.analysis.training import predicted
+from paceline.campaign.run import forecast
+from paceline.errors import RequestError
+from paceline.prediction import hardware, runs, scoring, stored
+from paceline.prediction.predict import predict
+from paceline.report.sections import sections
+from paceline.results.records import CollectiveSample, KernelSample
+
+GPT = {"model": "gpt2-124m", "precision": "bf16", "device": "cuda", "sequence_length": 1024, "micro_batch": 8}
+
+
+@pytest.fixture
+def record(make_spec: Any, make_record: Any, h200: Any) -> Any:
+    spec = make_spec("zero:stage=3", world_size=4, accumulation=2, checkpointing="full", **GPT)
+    return make_record(spec, [9.0, 9.0, *([0.5] * 28)], gpus=[h200] * 4, wire=())
+
+
+def test_a_run_is_a_setup(record: Any) -> None:
+    one = runs.setup_of_record(record)
+    assert one is not None
+    assert (one.gpu.name, one.gpus, one.shard, one.checkpointing) == ("h200", 4, "zero3", "full")
+    assert one.tokens_per_step == record.spec.tokens_per_step
+
+
+def test_the_measured_step_is_the_median_of_the_second_half(record: Any) -> None:
+    one = runs.measured(record)
+    assert one is not None
+    assert one.step_s == 0.5
+    assert [anchor.step_s for anchor in runs.anchors([record, record])] == [pytest.approx(0.5)]
+
+
+def test_runs_on_cpu_or_in_fp32_are_no_anchors(make_spec: Any, make_record: Any, h200: Any) -> None:
+    assert runs.measured(make_record(make_spec("ddp"))) is None
+    assert runs.measured(make_record(make_spec("ddp", **{**GPT, "precision": "fp32"}), gpus=[h200])) is None
+
+
+def test_sweeps_observe_network_and_level(make_spec: Any, make_record: Any, h200: Any) -> None:
+    size, kernel = 2**30, 2 * 8192**3
+    collective = CollectiveSample(
+        rank=0, operation="all_reduce", dtype="fp32", size_bytes=size, count=size // 4, group_size=8, in_place=True,
+        mode="single", batch=1, durations_s=(0.01,), wrong=0,
+    )  # fmt: skip
+    product = KernelSample(
+        rank=0, kernel="matmul", dtype="bf16", label="x", variant="", flops=kernel, moved_bytes=None,
+        durations_s=(kernel / 700e12,),
+    )  # fmt: skip
+    spec = make_spec("ddp", world_size=8, **GPT)
+    found = runs.observations([make_record(spec, gpus=[h200] * 8, collectives=(collective,), kernels=(product,))])
+    assert [one.offset for one in found] == ["network", "level"]
+    # 1.75 GiB on the wire in 10 ms is 188 GB/s, less than expected of NVLink 4: a slower network.
+    assert found[0].value > 0.1
+    assert found[1].value == pytest.approx(0.0, abs=0.1)
+
+
+def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: Any) -> None:
+    setup = runs.setup_of_record(record)
+    assert setup is not None
+    row = stored.to_dict(predict([setup])[0], tokens=1e9, usd_per_gpu_hour=2.0)
+    assert row["usd"]["value"] == pytest.approx(row["days"]["value"] * 24 * 4 * 2.0)
+    assert row["step_time_s"]["low"] < row["step_time_s"]["value"] < row["step_time_s"]["high"]
+    stored.append(tmp_path, [row], made_at=50.0)
+    stored.append(tmp_path, [{**row, "step_time_s": {"value": 9, "low": 8, "high": 10}}], made_at=60.0)
+    found = scoring.score_runs(stored.read(tmp_path), [record])
+    assert len(found.pairs) == 1
+    assert found.pairs[0].stored
+    assert found.pairs[0].predicted_s == row["step_time_s"]["value"]  # the oldest one, made before looking
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / stored.FILE).write_text('{"key": "a"}\nnonsense\n', encoding="utf-8")
+    with pytest.raises(RequestError, match="line 2"):
+        stored.read(tmp_path)
+
+
+def test_the_report_shows_predicted_beside_measured(record: Any) -> None:
+    setup = runs.setup_of_record(record)
+    assert setup is not None
+    row = stored.to_dict(predict([setup])[0])
+    # A prediction made after the run started does not count.
+    late = build([record], "x", predictions=[{**row, "made_at": 1e9}])
+    assert late.predictions == ()
+    found = predicted.beside([{**row, "made_at": 50.0}], [record])
+    assert [one.measured_s for one in found] == [0.5]
+    report = replace(build([record], "x"), predictions=found)
+    names = [section.name for section in sections(report)]
+    assert "predictions" in names
+
+
+def test_a_forecast_counts_start_and_steps(make_spec: Any) -> None:
+    spec = make_spec("ddp", world_size=2, **GPT)
+    one, = forecast.forecast([spec], hardware.accelerator("h200"))  # fmt: skip
+    assert one.seconds == pytest.approx(forecast.START_S + 30 * one.prediction.step_s)
+    assert one.low_s < one.seconds < one.high_s
+    assert one.usd(3.6) == pytest.approx(one.seconds / 3600 * 2 * 3.6)
+    assert forecast.forecast([make_spec("ddp")], hardware.accelerator("h200")) == []
+
+
+def test_a_stored_line_is_plain_json(record: Any) -> None:
+    setup = runs.setup_of_record(record)
+    assert setup is not None
+    assert json.loads(json.dumps(stored.to_dict(predict([setup])[0])))["gpu"] == "h200"
