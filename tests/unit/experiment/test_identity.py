@@ -33,7 +33,7 @@ MEASURED_OF_ENGINES = {
     "deepspeed": REPLICA,
     "openai": "url urls model key_env certificates",
     "transformers": f"{REPLICA} compile graph",
-    "vllm": """executable tensor_parallel max_model_len max_num_seqs gpu_memory_utilization kv_cache_bytes
+    "vllm": """executable tensor_parallel nodes max_model_len max_num_seqs gpu_memory_utilization kv_cache_bytes
         prefix_caching eager ignore_eos arguments""",
 }
 ENGINES = sorted(MEASURED_OF_ENGINES)
