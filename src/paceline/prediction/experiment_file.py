@@ -9,16 +9,31 @@ from paceline.prediction.predict import ADAPTER_RANK
 from paceline.prediction.setup import Setup
 
 _STRATEGIES = {"none": "ddp", "zero1": "zero:stage=1", "zero2": "zero:stage=2", "zero3": "fsdp2"}
+_DEGREES = ("tp", "pp", "cp")
 
 
 def runnable(one: Setup) -> str | None:
     """Why Paceline cannot run this setup itself; None if it can."""
-    for name in ("tp", "pp", "cp"):
-        if getattr(one, name) > 1:
-            return f"Paceline has no strategy with {name}={getattr(one, name)}"
     if one.fp8:
         return "Paceline does not train in fp8"
+    split = next((f"{name}={getattr(one, name)}" for name in _DEGREES if getattr(one, name) > 1), None)
+    if split is not None and one.shard not in ("none", "zero3"):
+        return f"Paceline has no {one.shard} together with {split}"
+    if split is not None and one.has_adapters:
+        return f"Paceline does not train adapters with {split}"
     return None if one.shard in _STRATEGIES else f"Paceline has no strategy {one.shard}"
+
+
+def strategy(one: Setup) -> str:
+    """The strategy of Paceline that does what the setup says, with its options."""
+    if one.gpus == 1:
+        return "single"
+    if all(getattr(one, name) == 1 for name in _DEGREES):
+        return _STRATEGIES[one.shard]
+    options = [f"{name}={n}" for name in _DEGREES if (n := getattr(one, name)) > 1]
+    options += [f"shard={one.dp * one.cp}"] if one.shard == "zero3" and one.dp * one.cp > 1 else []
+    options += [f"schedule=interleaved-1f1b,virtual={one.stages}"] if one.stages > 1 else []
+    return f"mesh:{','.join(options)}"
 
 
 def document(model: str, setups: Sequence[Setup], name: str, steps: int) -> dict[str, Any]:
@@ -40,7 +55,7 @@ def document(model: str, setups: Sequence[Setup], name: str, steps: int) -> dict
         base |= {"workload": "finetune", "method": method, "rank": ADAPTER_RANK, "targets": targets}
     cells = [
         {
-            "strategy": ["single" if one.gpus == 1 else _STRATEGIES[one.shard]],
+            "strategy": [strategy(one)],
             "micro_batch": [one.micro_batch],
             "accumulation": [int(one.micro_batches)],
             "checkpointing": [one.checkpointing],

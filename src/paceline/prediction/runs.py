@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.layout import layout_of
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.models.adapters import trained_parameters
@@ -58,7 +59,12 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
     software = dataclasses.replace(
         software, compiled=t.compile, reduce_bytes=4.0 if t.precision.reduce == "fp32" else 2.0
     )
+    split = layout_of(spec)
     parts = arithmetic.sharded_parts(spec.strategy or Choice("single"))
+    shard = _SHARDS.get(parts or 0, "none")
+    if split.shard > 1:
+        shard = "zero3" if split.shard == split.dp * split.cp else "hybrid"
+    software = dataclasses.replace(software, sequence_parallel=split.sequence_parallel)
     return Setup(
         shape=dimensions,
         gpu=gpu,
@@ -68,7 +74,11 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
         sequence_length=t.sequence_length,
         micro_batch=t.micro_batch,
         micro_batches=float(t.accumulation),
-        shard=_SHARDS.get(parts or 0, "none") if world > 1 else "none",
+        tp=split.tp,
+        pp=split.pp,
+        cp=split.cp,
+        stages=split.virtual,
+        shard=shard if world > 1 else "none",
         checkpointing=t.checkpointing,
         trained=trained_parameters(dimensions, tuning) if tuning and tuning.has_adapters else None,
         quantised=tuning is not None and tuning.method == "qlora",

@@ -102,4 +102,5 @@ def test_an_experiment_file_is_valid() -> None:
     assert found.matrix[0]["strategy"] == ["fsdp2"]
     assert document["matrix"][0]["accumulation"] == [4]
     assert experiment_file.runnable(one) is None
-    assert "tp=2" in (experiment_file.runnable(one.replaced(tp=2)) or "")
+    assert experiment_file.runnable(one.replaced(tp=2)) is None
+    assert "zero1 together with tp=2" in (experiment_file.runnable(one.replaced(tp=2, shard="zero1")) or "")

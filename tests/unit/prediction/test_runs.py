@@ -13,7 +13,7 @@ from paceline.analysis.report import build
 from paceline.analysis.training import predicted
 from paceline.campaign.run import forecast
 from paceline.errors import RequestError
-from paceline.prediction import hardware, runs, scoring, stored
+from paceline.prediction import experiment_file, hardware, runs, scoring, stored
 from paceline.prediction.predict import predict
 from paceline.report.sections import sections
 from paceline.results.records import CollectiveSample, KernelSample
@@ -32,6 +32,20 @@ def test_a_run_is_a_setup(record: Any) -> None:
     assert one is not None
     assert (one.gpu.name, one.gpus, one.shard, one.checkpointing) == ("h200", 4, "zero3", "full")
     assert one.tokens_per_step == record.spec.tokens_per_step
+
+
+def test_a_mesh_is_a_setup_and_a_setup_is_a_mesh(make_spec: Any) -> None:
+    gpu = hardware.accelerator("h200")
+    spec = make_spec("mesh:tp=2,pp=2,shard=2", world_size=8, accumulation=4, **GPT)
+    one = runs.setup_of_spec(spec, gpu)
+    assert one is not None
+    assert (one.tp, one.pp, one.dp, one.shard, one.micro_batches) == (2, 2, 2, "zero3", 4)
+    assert one.global_batch == spec.global_batch
+    assert experiment_file.strategy(one) == "mesh:tp=2,pp=2,shard=2"
+    interleaved = runs.setup_of_spec(make_spec("mesh:pp=2,schedule=interleaved-1f1b", world_size=4, **GPT), gpu)
+    assert interleaved is not None
+    assert experiment_file.strategy(interleaved) == "mesh:pp=2,schedule=interleaved-1f1b,virtual=2"
+    assert stored.key(one) != stored.key(interleaved)
 
 
 def test_the_measured_step_is_the_median_of_the_second_half(record: Any) -> None:
