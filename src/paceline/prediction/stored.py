@@ -94,11 +94,20 @@ def read(directory: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            raise RequestError(
-                f"{path}, line {number}: got {line[:40]!r}, expected a prediction in JSON. Delete the line."
-            ) from None
+            row = None
+        if not _is_prediction(row):
+            raise RequestError(f"{path}, line {number}: got {line[:40]!r}, expected a prediction. Delete the line.")
         found.append(row)
     return found
+
+
+def _is_prediction(row: Any) -> bool:
+    """Whether a line has what reports and scores read."""
+    step = row.get("step_time_s") if isinstance(row, dict) else None
+    numbers = [step.get(name) for name in ("value", "low", "high")] if isinstance(step, dict) else [None]
+    numbers += [row.get("made_at")] if isinstance(row, dict) else []
+    valid = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+    return valid and isinstance(row.get("key"), str) and isinstance(row.get("model_version"), str)
 
 
 def first_by_key(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -93,9 +93,11 @@ def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: A
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / stored.FILE).write_text('{"key": "a"}\nnonsense\n', encoding="utf-8")
-    with pytest.raises(RequestError, match="line 2"):
-        stored.read(tmp_path)
+    for number, line in enumerate(("nonsense", '{"key": "a"}', "[1]", '{"key": 1, "step_time_s": 2}')):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / stored.FILE).write_text(f"{line}\n", encoding="utf-8")
+        with pytest.raises(RequestError, match="line 1"):
+            stored.read(tmp_path / str(number))
 
 
 def test_the_report_shows_predicted_beside_measured(record: Any) -> None:
