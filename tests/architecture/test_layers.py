@@ -50,7 +50,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("grouping",),
     ),
     "report": (
-        ("gate",),
+        ("gate", "handover"),
         ("exporters",),
         ("replay",),
         ("terminal",),

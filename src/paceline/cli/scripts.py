@@ -1,15 +1,17 @@
-"""Verbs about the user's own training code: measure it."""
+"""Verbs about the user's own training code: measure it, gate its changes, and write the winner as files."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.experiments import run_experiment
-from paceline.cli.results import add_report_options
-from paceline.cli.verbs import DEFAULT_OUT, add_list_option, add_out_option, add_verb
+from paceline.cli.results import add_report_options, compare
+from paceline.cli.verbs import DEFAULT_OUT, OK, add_list_option, add_out_option, add_verb
 from paceline.errors import RequestError, require
 
 DEFAULT_REPEATS = 3
@@ -30,6 +32,27 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
     add_list_option(verb, "--set", "KEY=VALUE", "set a field; a list of values makes an axis")
     add_report_options(verb)
+    verb = add_verb(verbs, "gate", gate, "fail a build if results are slower than a baseline, with a comment for it")
+    verb.add_argument("a", type=Path, metavar="BASELINE", help="results of the baseline")
+    verb.add_argument("b", type=Path, metavar="DIR", help="the results to judge")
+    verb.add_argument(
+        "--limit",
+        type=float,
+        default=5.0,
+        metavar="PCT",
+        help="largest accepted loss in percent (default: %(default)g)",
+    )
+    verb.add_argument("--comment", type=Path, metavar="FILE", help="write the comparison as Markdown")
+    verb = add_verb(verbs, "recipe", recipe, "write the winning configuration as files for another tool")
+    verb.add_argument("directory", type=Path, metavar="DIR", help="a results directory or capsule")
+    verb.add_argument(
+        "--for",
+        dest="tool",
+        required=True,
+        metavar="TOOL",
+        help="accelerate, deepspeed, huggingface, torchrun, torchtitan",
+    )
+    verb.add_argument("--to", type=Path, default=Path("recipe"), metavar="DIR", help="where (default: %(default)s)")
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -79,6 +102,37 @@ def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
     except OSError as error:
         raise RequestError(f"--out: {str(path)!r} cannot be written ({error.strerror}).") from None
     return path
+
+
+def gate(arguments: argparse.Namespace) -> int:
+    """As `compare --fail-on-regression`, with the same exit codes; the comment is its Markdown."""
+    text = io.StringIO()
+    options = {"across_devices": False, "day_spread": None, "fail_on_regression": arguments.limit}
+    wanted = argparse.Namespace(a=arguments.a, b=arguments.b, format="markdown", **options)
+    with contextlib.redirect_stdout(text):
+        code = compare(wanted)
+    if arguments.comment is None:
+        print(text.getvalue(), end="")
+    else:
+        arguments.comment.write_text(text.getvalue(), encoding="utf-8")
+        print(text.getvalue().strip().partition("\n")[0])
+    return code
+
+
+def recipe(arguments: argparse.Namespace) -> int:
+    from paceline.analysis.report import build
+    from paceline.campaign.run.controller import read_experiment
+    from paceline.report import handover
+
+    known = handover.tools()
+    require(arguments.tool in known, "--for", arguments.tool, ", ".join(known))
+    records, skipped = read_experiment(arguments.directory)
+    files = handover.files_for(arguments.tool, handover.winner_of(build(records, title="", skipped=skipped)))
+    arguments.to.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (arguments.to / name).write_text(content, encoding="utf-8")
+        print(arguments.to / name)
+    return OK
 
 
 def script_exit_code(directory: Path) -> int | None:

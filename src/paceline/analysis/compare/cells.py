@@ -53,7 +53,7 @@ PER_STEP = ("step_time_s", "samples_per_s", "usd_per_1k_samples")
 # Axes that every title names; the device as GPUs or processes.
 _TITLED = frozenset(
     (
-        *("strategy", "model", "device", "world_size", "precision"),
+        *("strategy", "script", "model", "device", "world_size", "precision"),
         *("sequence_length", "global_batch", "checkpointing", "compile"),
     )
 )
@@ -221,6 +221,7 @@ def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
     """
     parts = [
         axes.get("strategy"),
+        axes.get("script"),
         axes.get("model"),
         axis_text("world_size", axes) if axes.get("world_size") else None,
         axes.get("precision"),

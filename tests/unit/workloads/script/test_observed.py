@@ -55,7 +55,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Observe:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*command: str, steps: int = 0, workload: str = "script") -> RunRecord:
+    def run(*command: str, steps: int = 0, workload: str = "script", repeat: int = 0) -> RunRecord:
         spec = RunSpec(
             experiment="own",
             workload=Choice.parse(workload),
@@ -66,6 +66,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Observe:
             script=Script(command=command),
             warmup=WarmUp(minimum=4, maximum=4, window=2),
             telemetry_hz=0,
+            repeat=repeat,
         )
         run_dir = store.create(tmp_path, spec)
         recorder = worker.FolderRecorder(run_dir, 0)
@@ -156,3 +157,35 @@ def test_a_script_without_a_step_is_invalid(observe: Observe, tmp_path: Path) ->
     record = observe("python", str(tmp_path / "none.py"))
     assert record.outcomes[0].status is Status.INVALID
     assert "no optimizer step was observed" in str(record.outcomes[0].error)
+
+
+SLEEPY = """
+import time, torch
+torch.manual_seed(0)
+model = torch.nn.Embedding(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(14):
+    model(torch.arange(8).reshape(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep({seconds})
+"""
+
+
+def test_the_gate_catches_a_slower_commit(observe: Observe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second version of the script does the same work and sleeps twenty times as long."""
+    from paceline.cli import main
+
+    script = tmp_path / "sleepy.py"
+    for at, (side, seconds) in enumerate((("before", 0.005), ("after", 0.1))):
+        script.write_text(SLEEPY.format(seconds=seconds))
+        for repeat in range(2):
+            record = observe("python", str(script), repeat=repeat)
+            assert record.outcomes[0].status is Status.OK, record.outcomes[0].error
+            store.seal(Path(record.path), Status.OK, None, 10.0 * at + repeat, 10.0 * at + repeat + 1)
+        (tmp_path / "own").rename(tmp_path / side)
+    comment = tmp_path / "comment.md"
+    code = main(["gate", str(tmp_path / "before"), str(tmp_path / "after"), "--limit", "30", "--comment", str(comment)])
+    assert code == 1
+    assert "regression beyond 30 %: sleepy.py, 1 process: tokens_per_s" in capsys.readouterr().err
+    assert "equal work: certified" in comment.read_text()

@@ -1,0 +1,211 @@
+"""The winning configuration as files that other tools accept, with the runs that it rests on.
+
+JSON has no comments, so README.md beside it cites the runs; the other formats cite them in comments.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from paceline.analysis.findings import Report
+from paceline.errors import RequestError
+from paceline.experiment.choices import Choice
+from paceline.experiment.script import Script
+from paceline.report.answer import answer, headline
+from paceline.report.text.cells import ranked_cells
+
+Files = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The chosen cell: its fields as an experiment has them, what was chosen and why, and the runs behind it."""
+
+    fields: Mapping[str, Any]
+    sentence: str
+    runs: tuple[str, ...]
+
+    @property
+    def strategy(self) -> Choice:
+        return Choice.parse(str(self.fields.get("strategy", "ddp")))
+
+    @property
+    def citation(self) -> list[str]:
+        return [self.sentence, f"Measured by Paceline in {', '.join(self.runs)}."]
+
+
+def winner_of(report: Report) -> Winner:
+    """The cell that the headline recommends, or the only one; RequestError if there is no winner."""
+    found, cells = headline(report), ranked_cells(report)
+    chosen = next(iter(cells)) if len(cells) == 1 else None
+    if found is not None and len(found.choose) == 1:
+        named = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
+        chosen = named.get(found.choose[0])
+    if chosen is None:
+        raise RequestError(f"recipe: got results without a winner, expected one. {answer(report)[0]}")
+    recipe = next(recipe for recipe in report.recipes if recipe.cell == chosen)
+    runs = tuple(run.run for run in report.runs if run.cell == chosen and run.status == "ok")
+    return Winner(yaml.safe_load(recipe.experiment)["base"], answer(report)[0], runs)
+
+
+def files_for(tool: str, winner: Winner) -> Files:
+    """The files for one tool, by name; RequestError if the tool has no such setting."""
+    made = TOOLS[tool](winner)
+    about = ["# The winning configuration", "", *winner.citation, "", "Files: " + ", ".join(made) + ".", ""]
+    return {**made, "README.md": "\n".join(about)}
+
+
+def _comment(winner: Winner) -> str:
+    return "".join(f"# {line}\n" for line in winner.citation)
+
+
+def _stage(winner: Winner) -> int | None:
+    """The ZeRO stage; None for other strategies."""
+    strategy = winner.strategy
+    return int(strategy.options.get("stage", 1)) if strategy.name == "zero" else None
+
+
+def _require_own(tool: str, winner: Winner) -> None:
+    if "command" in winner.fields:
+        raise RequestError(
+            f"recipe: got a script for --for {tool}, expected a strategy of Paceline: the settings of a script are its "
+            "own. Use --for torchrun, which writes its command and config files."
+        )
+
+
+def torchrun(winner: Winner) -> Files:
+    """A shell script that starts the command; for a script of the user with its config files."""
+    fields = winner.fields
+    start = ["torchrun", "--nproc-per-node", str(fields["processes"]), "--nnodes", str(fields["nodes"])]
+    files: Files = {}
+    if "command" in fields:
+        script = Script.from_dict({name: fields[name] for name in ("command", "parameters", "files") if name in fields})
+        run = {name: fields.get(name) for name in ("device", "nodes", "processes", "seed", "steps")}
+        words, files = script.rendered({**run, "repeat": 0}, ".")
+        argv = list(words) if script.starts_ranks else [*start, *words]
+    else:
+        argv = [*start, "-m", "paceline.workloads.worker", "RUN_DIR"]
+    return {"run.sh": f"#!/bin/sh\n{_comment(winner)}set -e\nexec {shlex.join(argv)}\n", **files}
+
+
+def deepspeed(winner: Winner) -> Files:
+    """A DeepSpeed configuration."""
+    _require_own("deepspeed", winner)
+    fields, precision = winner.fields, winner.fields["precision"]
+    document = {
+        "train_micro_batch_size_per_gpu": fields["micro_batch"],
+        "gradient_accumulation_steps": fields["accumulation"],
+        "gradient_clipping": fields["clip_norm"],
+        "zero_optimization": {"stage": _stage(winner) or 0},
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": fields["learning_rate"], "weight_decay": fields["weight_decay"]},
+        },
+    }
+    return {"ds_config.json": json.dumps(document, indent=2) + "\n"}
+
+
+def accelerate(winner: Winner) -> Files:
+    """A configuration for `accelerate launch --config_file`."""
+    _require_own("accelerate", winner)
+    fields, stage, name = winner.fields, _stage(winner), winner.strategy.name
+    cuda, ranks = fields["device"] == "cuda", fields["processes"] * fields["nodes"]
+    kind = "NO" if ranks == 1 else "MULTI_GPU" if cuda else "MULTI_CPU"
+    document: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED" if stage is not None else "FSDP" if name == "fsdp2" and cuda else kind,
+        "num_machines": fields["nodes"],
+        "num_processes": ranks,
+        "machine_rank": 0,
+        "mixed_precision": {"fp32": "no"}.get(fields["precision"], fields["precision"]),
+        "use_cpu": not cuda,
+    }
+    if stage is not None:
+        document["deepspeed_config"] = {
+            "zero_stage": stage,
+            "gradient_accumulation_steps": fields["accumulation"],
+            "gradient_clipping": fields["clip_norm"],
+        }
+    elif document["distributed_type"] == "FSDP":
+        document["fsdp_config"] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    return {"accelerate.yaml": _comment(winner) + yaml.safe_dump(document, sort_keys=False)}
+
+
+def huggingface(winner: Winner) -> Files:
+    """Arguments of a Trainer: `HfArgumentParser(TrainingArguments).parse_json_file`, with a DeepSpeed file if used."""
+    _require_own("huggingface", winner)
+    fields, stage = winner.fields, _stage(winner)
+    document = {
+        "output_dir": "out",
+        "per_device_train_batch_size": fields["micro_batch"],
+        "gradient_accumulation_steps": fields["accumulation"],
+        "learning_rate": fields["learning_rate"],
+        "weight_decay": fields["weight_decay"],
+        "max_grad_norm": fields["clip_norm"],
+        "bf16": fields["precision"] == "bf16",
+        "fp16": fields["precision"] == "fp16",
+        "gradient_checkpointing": fields["checkpointing"] != "none",
+        "torch_compile": fields["compile"],
+        "seed": fields["seed"],
+        **({"deepspeed": "ds_config.json"} if stage is not None else {}),
+        **({"fsdp": "full_shard"} if winner.strategy.name == "fsdp2" else {}),
+        **({"use_cpu": True} if fields["device"] == "cpu" else {}),
+    }
+    files = {"training_arguments.json": json.dumps(document, indent=2) + "\n"}
+    return {**files, **(deepspeed(winner) if stage is not None else {})}
+
+
+def torchtitan(winner: Winner) -> Files:
+    """A job configuration of torchtitan."""
+    _require_own("torchtitan", winner)
+    fields, name = winner.fields, winner.strategy.name
+    if name not in ("ddp", "fsdp2"):
+        raise RequestError(f"recipe: got the strategy {winner.strategy}, expected ddp or fsdp2 for --for torchtitan.")
+    ranks = fields["processes"] * fields["nodes"]
+    batch = fields["micro_batch"] * fields["accumulation"] * ranks
+    lines = [
+        "[training]",
+        f"local_batch_size = {fields['micro_batch']}",
+        f"global_batch_size = {batch}",
+        f"seq_len = {fields['sequence_length']}",
+        f"max_norm = {fields['clip_norm']}",
+        f"steps = {fields['steps']}",
+        f'mixed_precision_param = "{ {"fp32": "float32"}.get(fields["precision"], "bfloat16") }"',
+        "",
+        "[optimizer]",
+        'name = "AdamW"',
+        f"lr = {fields['learning_rate']}",
+        f"weight_decay = {fields['weight_decay']}",
+        "",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {ranks if name == 'ddp' else 1}",
+        f"data_parallel_shard_degree = {1 if name == 'ddp' else ranks}",
+        "",
+        "[activation_checkpoint]",
+        f'mode = "{fields["checkpointing"]}"',
+        "",
+        "[compile]",
+        f"enable = {str(fields['compile']).lower()}",
+    ]
+    return {"job.toml": _comment(winner) + "\n".join(lines) + "\n"}
+
+
+TOOLS: dict[str, Callable[[Winner], Files]] = {
+    "accelerate": accelerate,
+    "deepspeed": deepspeed,
+    "huggingface": huggingface,
+    "torchrun": torchrun,
+    "torchtitan": torchtitan,
+}
+
+
+def tools() -> Sequence[str]:
+    return sorted(TOOLS)

@@ -1,0 +1,84 @@
+"""The winner as files of other tools: each is read back by that tool."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from training_records import build_record, build_spec
+
+from paceline.analysis.report import build
+from paceline.errors import RequestError
+from paceline.experiment import recipe
+from paceline.report.handover import Winner, files_for, winner_of
+
+
+def winner(strategy: str = "zero:stage=2", **more: Any) -> Winner:
+    fields = recipe.fields(build_spec(strategy, 2, precision="bf16", clip_norm=0.5, **more))
+    return Winner(fields, "ZeRO-2 is 1.2 times as fast as DDP.", ("run-a", "run-b"))
+
+
+def test_every_recipe_cites_its_runs() -> None:
+    for tool in ("accelerate", "torchrun", "torchtitan"):
+        chosen = winner("fsdp2" if tool == "torchtitan" else "zero:stage=2")
+        files = files_for(tool, chosen)
+        assert all("run-a, run-b" in text for text in files.values())
+    assert "run-a, run-b" in files_for("deepspeed", winner())["README.md"]
+
+
+def test_deepspeed_reads_its_configuration() -> None:
+    config = pytest.importorskip("deepspeed.runtime.config")
+    document = json.loads(files_for("deepspeed", winner())["ds_config.json"])
+    read = config.DeepSpeedConfig(document)
+    assert read.zero_optimization_stage == 2
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 2)
+    assert read.gradient_clipping == 0.5
+
+
+def test_accelerate_reads_its_configuration(tmp_path: Path) -> None:
+    arguments = pytest.importorskip("accelerate.commands.config.config_args")
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(files_for("accelerate", winner())["accelerate.yaml"])
+    read = arguments.load_config_from_file(str(path))
+    assert read.num_processes == 2
+    assert read.mixed_precision == "bf16"
+    assert str(read.distributed_type).endswith("DEEPSPEED")
+    assert read.deepspeed_config["zero_stage"] == 2
+
+
+def test_a_trainer_reads_its_arguments(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "training_arguments.json"
+    path.write_text(files_for("huggingface", winner("ddp"))["training_arguments.json"])
+    (read,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_json_file(str(path))
+    assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, 2)
+    assert (read.max_grad_norm, read.bf16) == (0.5, True)
+
+
+def test_torchtitan_gets_toml_and_refuses_what_it_lacks() -> None:
+    document = tomllib.loads(files_for("torchtitan", winner("fsdp2"))["job.toml"])
+    assert document["parallelism"] == {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 2}
+    assert document["training"]["global_batch_size"] == 8
+    with pytest.raises(RequestError, match="expected ddp or fsdp2"):
+        files_for("torchtitan", winner())
+
+
+def test_a_script_is_written_with_its_config_files() -> None:
+    base = yaml.safe_load(
+        "{workload: script, device: cpu, nodes: 1, processes: 2, command: [train.py, --config, '{config}'],"
+        " parameters: {stage: 3}, files: {config: {name: ds.json, text: '{\"stage\": {stage}}'}}}"
+    )
+    files = files_for("torchrun", Winner(base, "It won.", ("run-a",)))
+    assert json.loads(files["ds.json"]) == {"stage": 3}
+    assert "exec torchrun --nproc-per-node 2 --nnodes 1 train.py --config ds.json" in files["run.sh"]
+    with pytest.raises(RequestError, match="expected a strategy of Paceline"):
+        files_for("deepspeed", Winner(base, "", ()))
+
+
+def test_results_without_a_winner_are_refused() -> None:
+    with pytest.raises(RequestError, match="without a winner"):
+        winner_of(build([build_record(build_spec("ddp")), build_record(build_spec("fsdp2"))], title=""))
