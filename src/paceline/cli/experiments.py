@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from paceline.cli.verbs import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from paceline.analysis.cost.training import Costing
     from paceline.campaign.run.forecast import Forecast
     from paceline.campaign.run.stopping import Stopping
@@ -46,7 +48,8 @@ def add_verbs(verbs: Any) -> None:
         "--time-budget", metavar="TIME", help="repeat cells where it helps most, until TIME is over: 90s, 10m, 2h"
     )
     add_report_options(verb)
-    verb = _experiment_verb(verbs, "plan", plan, "show what an experiment would run, with commands and memory")
+    verb = _experiment_verb(verbs, "plan", plan, "show what an experiment would run: cells, memory, time and cost")
+    verb.add_argument("--commands", action="store_true", help="list every run with the command that starts it")
     verb.add_argument(
         "--manifests",
         action="store_true",
@@ -165,14 +168,7 @@ def _answer_so_far(records: Sequence[RunRecord]) -> str:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.training import memory
-    from paceline.campaign.run.controller import leads_on, references_of, unsupported
-    from paceline.errors import StoreError
-    from paceline.experiment.layout import declared_layout
-    from paceline.experiment.plugins import load
-    from paceline.models import arithmetic
-    from paceline.report.tables.advice import lines
-    from paceline.results import store
+    from paceline.campaign.run.controller import references_of
 
     specs = _specs(arguments)
     runs = [*references_of(specs).values(), *specs]
@@ -181,29 +177,10 @@ def plan(arguments: argparse.Namespace) -> int:
     screen = console()
     predicted = {one.spec.run_id: one for one in _forecasts(runs, arguments.gpu)}
     price = _price(arguments.price)
-    for number, spec in enumerate(runs, 1):
-        run_dir = arguments.out / spec.experiment / spec.run_id
-        reason = unsupported(spec)
-        note = f"unsupported: {reason}" if reason else _state(run_dir)
-        note += "; more runs may follow" if leads_on(spec) and not reason else ""
-        print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
-        remarks = [_describe(spec)]
-        if spec.is_trained and spec.script is None:
-            shape, length = arithmetic.load(spec.model), spec.training.sequence_length
-            remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
-            layout = declared_layout(spec)
-            if layout is not None and not reason:
-                remarks += layout.picture(shape.layers)
-        if spec.run_id in predicted:
-            remarks.append(_forecast_text([predicted[spec.run_id]], price))
-        with contextlib.suppress(StoreError):
-            # A run that ended out of memory before comes with the settings that would fit.
-            fitting = memory.advice(store.read_run(run_dir))
-            remarks += lines(fitting) if fitting else ()
-        for remark in filter(None, remarks):
-            print_hanging(screen, f"    {remark}", 6)
-        # A command is one line on a terminal too, to be copied.
-        print_plain(screen, f"    {load('launchers', spec.launcher.name).prepare(spec, run_dir)}")
+    if arguments.commands:
+        _print_runs(screen, runs, arguments.out, predicted, price)
+    else:
+        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments.out, predicted, price)
     counts = (
         (len({spec.cell for spec in specs}), "cell"),
         (len(specs), "run"),
@@ -214,6 +191,72 @@ def plan(arguments: argparse.Namespace) -> int:
     if predicted:
         print_hanging(screen, f"in total {_forecast_text(list(predicted.values()), price)}", 2)
     return OK
+
+
+def _print_cells(
+    screen: Console, runs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast], price: float | None
+) -> None:
+    """A table of the cells, then what a reader should know about some of them, each remark once."""
+    from paceline import report
+    from paceline.campaign.run.controller import leads_on, unsupported
+    from paceline.cli import plans
+
+    def state_of(spec: RunSpec) -> str:
+        reason = unsupported(spec)
+        more = "; more runs may follow" if leads_on(spec) and not reason else ""
+        return f"unsupported: {reason}" if reason else f"{_state(out / spec.experiment / spec.run_id)}{more}"
+
+    found = plans.table(runs, state_of, _state_bytes, predicted, price)
+    if found is not None:
+        screen.print(report.drawn([found]))
+    remarks = [remark for spec in runs for remark in _remarks(spec, out / spec.experiment / spec.run_id)]
+    outlines = [_describe(spec) for spec in runs if not spec.is_trained or spec.script is not None]
+    for remark in dict.fromkeys((*outlines, *remarks)):
+        print_hanging(screen, remark, 2)
+
+
+def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
+    """A sequence beyond the context, the layout of the ranks, and what would fit after an earlier out of memory."""
+    from paceline.analysis.training import memory
+    from paceline.campaign.run.controller import unsupported
+    from paceline.errors import StoreError
+    from paceline.experiment.layout import declared_layout
+    from paceline.models import arithmetic
+    from paceline.report.tables.advice import lines
+    from paceline.results import store
+
+    remarks: list[str] = []
+    if spec.is_trained and spec.script is None:
+        shape, length = arithmetic.load(spec.model), spec.training.sequence_length
+        remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
+        layout = declared_layout(spec)
+        if layout is not None and not unsupported(spec):
+            remarks += layout.picture(shape.layers)
+    with contextlib.suppress(StoreError):
+        # A run that ended out of memory before comes with the settings that would fit.
+        fitting = memory.advice(store.read_run(run_dir))
+        remarks += lines(fitting) if fitting else ()
+    return [remark for remark in remarks if remark]
+
+
+def _print_runs(
+    screen: Console, runs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast], price: float | None
+) -> None:
+    """Every run with its remarks and the command that starts it."""
+    from paceline.campaign.run.controller import leads_on, unsupported
+    from paceline.experiment.plugins import load
+
+    for number, spec in enumerate(runs, 1):
+        run_dir = out / spec.experiment / spec.run_id
+        reason = unsupported(spec)
+        note = f"unsupported: {reason}" if reason else _state(run_dir)
+        note += "; more runs may follow" if leads_on(spec) and not reason else ""
+        print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
+        told = [_forecast_text([predicted[spec.run_id]], price)] if spec.run_id in predicted else []
+        for remark in (_describe(spec), *_remarks(spec, run_dir), *told):
+            print_hanging(screen, f"    {remark}", 6)
+        # A command is one line on a terminal too, to be copied.
+        print_plain(screen, f"    {load('launchers', spec.launcher.name).prepare(spec, run_dir)}")
 
 
 def _forecasts(specs: Sequence[RunSpec], gpu: str | None) -> list[Forecast]:
@@ -280,9 +323,22 @@ def _print_manifests(runs: list[RunSpec], out: Path) -> int:
     return OK
 
 
+def _state_bytes(spec: RunSpec) -> float | None:
+    """Weights, gradients and optimizer state of one process, by arithmetic; None if unknown or nothing is trained."""
+    from paceline.experiment.choices import Choice
+    from paceline.models import adapters, arithmetic
+
+    if not spec.is_trained or spec.script is not None:
+        return None
+    shape, tuning, ranks = arithmetic.load(spec.model), spec.tuning, spec.topology.world_size
+    compute, strategy = spec.training.precision.compute, spec.strategy or Choice("single")
+    if tuning:
+        return adapters.state_bytes(shape, tuning, strategy, ranks, compute)
+    return arithmetic.state_bytes(strategy, arithmetic.parameters(shape), ranks, compute)
+
+
 def _describe(spec: RunSpec) -> str:
     """One line about the work of a run: parameters, precision, processes, tokens, steps, memory, restarts."""
-    from paceline.experiment.choices import Choice
     from paceline.experiment.plugins import load
     from paceline.models import adapters, arithmetic
 
@@ -294,11 +350,7 @@ def _describe(spec: RunSpec) -> str:
         return f"{spec.workload}, {ranks} x {spec.topology.device}"
     shape, tuning, training = arithmetic.load(spec.model), spec.tuning, spec.training
     compute, count = training.precision.compute, arithmetic.parameters(shape)
-    strategy = spec.strategy or Choice("single")
-    if tuning:
-        state = adapters.state_bytes(shape, tuning, strategy, ranks, compute)
-    else:
-        state = arithmetic.state_bytes(strategy, count, ranks, compute)
+    state = _state_bytes(spec)
     trained = ""
     if tuning is not None and tuning.has_adapters:
         trained = f", {adapters.trained_parameters(shape, tuning):,} of them trained by {tuning.method}"

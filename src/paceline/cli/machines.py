@@ -53,6 +53,7 @@ def add_verbs(verbs: Any) -> None:
     )
     verb.add_argument("--out", type=Path, metavar="DIR", help="with --serve: include the runs of a results directory")
     verb = add_verb(verbs, "status", status, "show running, finished and remaining runs of a results directory")
+    verb.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="a results directory (default: --out)")
     add_out_option(verb)
     verb.add_argument("--watch", action="store_true", help="refresh until nothing runs")
 
@@ -174,6 +175,8 @@ def status(arguments: argparse.Namespace) -> int:
 
     from paceline.campaign.live import status as live_status
 
+    if arguments.directory is not None:
+        arguments.out = arguments.directory
     require_directory(arguments.out)
     terminal = console()
     if arguments.watch and terminal.is_terminal:

@@ -1,14 +1,18 @@
-"""Tables for a terminal, drawn with rich. Columns that do not fit are left out and named, never squeezed."""
+"""Tables for a terminal, drawn with rich. What does not fit is shortened, then a card per row; nothing is squeezed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from paceline.analysis.findings import Report
+from paceline.report import summary
 from paceline.report.sections import NOT_ON_TERMINAL, sections
 from paceline.report.tables.table import Cell, Table
 from paceline.report.text import trust
+from paceline.wording import MISSING, short_percent
 
 if TYPE_CHECKING:
     import rich.table
@@ -17,6 +21,11 @@ if TYPE_CHECKING:
 
 # Widths of a column of sentences, tried in this order; None is unlimited.
 WORDS = (None, 56, 48, 40, 34, 28, 24)
+# A card per row keeps every column; of longer tables the least important columns are left out instead.
+MOST_CARDS = 12
+# Columns up to this priority matter: a table that would lose one is drawn as cards.
+MATTERS = 4
+_LIGHTS = {summary.GREEN: "green", summary.AMBER: "yellow", summary.RED: "red", summary.UNKNOWN: "dim"}
 _STYLES = {"good": "green", "bad": "red", "quiet": "dim", "code": "cyan"}
 
 
@@ -26,7 +35,7 @@ def section_group(report: Report, *names: str) -> RenderableType | None:
     from rich.console import Group
     from rich.text import Text
 
-    found: list[RenderableType] = [] if names else [Text(line, style="yellow") for line in trust.lines(report)]
+    found: list[RenderableType] = [] if names else [*_first_lines(report)]
     for section in sections(report):
         if section.name not in names if names else section.name in NOT_ON_TERMINAL:
             continue
@@ -37,6 +46,17 @@ def section_group(report: Report, *names: str) -> RenderableType | None:
     return Group(*found) if found else None
 
 
+def _first_lines(report: Report) -> Iterator[RenderableType]:
+    """The headline, the trust light in one line, and the launches behind it."""
+    from rich.text import Text
+
+    light = summary.light(report)
+    yield Text(summary.headline(report), style="bold")
+    yield Text(f"Trust: {light.level}. {light.text}.", style=_LIGHTS[light.level])
+    yield from (Text(line, style="yellow") for line in trust.lines(report) if line.startswith("  "))
+    yield Text("")
+
+
 def drawn(found: Iterable[Table]) -> RenderableType:
     """Tables one below the other."""
     from rich.console import Group
@@ -45,7 +65,8 @@ def drawn(found: Iterable[Table]) -> RenderableType:
 
 
 class Fitted:
-    """A table that wraps its sentences and then drops its least important columns until it fits the console."""
+    """A table that wraps its sentences, then shortens its intervals. If it still does not fit the console, each row
+    becomes a card; a long table drops its least important columns until it fits."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -55,17 +76,29 @@ class Fitted:
         from rich.text import Text
 
         keep = list(range(len(self.table.columns)))
+        if self._fitting(keep, console, options) is None and Fitted(short := shortened(self.table)).fits(
+            console, options
+        ):
+            self.table = short
         while (fitting := self._fitting(keep, console, options)) is None:
             spare = max(keep, key=lambda i: self.table.columns[i].priority)
             if self.table.columns[spare].priority == 0:
                 break
             keep.remove(spare)
-        yield fitting or _draw(self.table, keep)
         gone = [column.name for i, column in enumerate(self.table.columns) if i not in keep]
+        lost = [column for i, column in enumerate(self.table.columns) if i not in keep and column.priority <= MATTERS]
+        if len(self.table.rows) <= MOST_CARDS and (lost or fitting is None):
+            yield from _cards(self.table)
+            gone = []
+        else:
+            yield fitting or _draw(self.table, keep)
         left_out = (f"Too narrow to show: {', '.join(gone)}.",) if gone else ()
         for note in (*self.table.notes, *left_out):
             yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
         yield ""
+
+    def fits(self, console: Console, options: ConsoleOptions) -> bool:
+        return self._fitting(range(len(self.table.columns)), console, options) is not None
 
     def _fitting(self, keep: Sequence[int], console: Console, options: ConsoleOptions) -> rich.table.Table | None:
         """These columns with sentences in the longest lines that fit; None if no width does."""
@@ -76,6 +109,52 @@ class Fitted:
             if Measurement.get(console, options.update(width=10_000), drawn).maximum <= options.max_width:
                 return drawn
         return None
+
+
+def shortened(table: Table) -> Table:
+    """The table with half widths instead of intervals and ratios without theirs.
+
+    >>> from paceline.report.tables.table import Column
+    >>> row = (Cell("100", "[98, 102]"), Cell("no verdict", "0.98x [0.97, 0.99]"))
+    >>> [cell.detail for cell in shortened(Table("", (Column("a"), Column("b")), (row,))).rows[0]]
+    ['\u00b12 %', '0.98x']
+    """
+    rows = tuple(tuple(cell._replace(detail=_short(cell)) for cell in row) for row in table.rows)
+    return dataclasses.replace(table, rows=rows)
+
+
+def _short(cell: Cell) -> str:
+    if ratio := re.fullmatch(r"(\S+x) \[.*", cell.detail):
+        return ratio[1]
+    interval = re.fullmatch(r"\[(-?[\d,.]+), (-?[\d,.]+)\]", cell.detail)
+    value = re.fullmatch(r"-?[\d,.]+", cell.text)
+    if interval is None or value is None:
+        return cell.detail
+    low, high, middle = (float(text.replace(",", "")) for text in (*interval.groups(), value[0]))
+    return f"\u00b1{short_percent((high - low) / 2 / abs(middle))}" if middle else cell.detail
+
+
+def _cards(table: Table) -> Iterator[RenderableType]:
+    """Each row as its name and, below it, every value with its heading, broken between values."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    yield Text(table.title, style="bold")
+    title = next((i for i, column in enumerate(table.columns) if not column.numeric), 0)
+    for row in table.rows:
+        first = table.columns[0]
+        rank = f"{row[0].text}. " if first.heading == "#" and row[0].text.isdigit() else ""
+        yield Text(f"{rank}{row[title].text}", style="bold")
+        text = Text()
+        for i, (column, cell) in enumerate(zip(table.columns, row, strict=True)):
+            if i == title or column.heading == "#" or not cell.text:
+                continue
+            value = Text(f"{column.name} ", style="dim")
+            value.append(cell.text, style=_STYLES.get(cell.tone, ""))
+            value.append(f" {column.unit}" if column.unit and cell.text != MISSING else "")
+            value.append(f" {cell.detail}" if cell.detail else "", style="dim")
+            text.append("; " if text else "").append_text(value)
+        yield Padding(text, (0, 0, 0, 2))
 
 
 def _draw(table: Table, keep: Sequence[int], words: int | None = None) -> rich.table.Table:

@@ -175,7 +175,7 @@ def test_a_real_process_says_the_same(here: Path, paceline: Any) -> None:
 
 def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(here)
-    assert cli.main(["plan", "mine.yaml", "--set", "repeats=2"]) == 0
+    assert cli.main(["plan", "mine.yaml", "--commands", "--set", "repeats=2"]) == 0
     text = capsys.readouterr().out
     assert files(here) == before
     specs = expansion.load("mine.yaml", ["repeats=2"])
@@ -190,10 +190,25 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert text.count("--nproc-per-node=1") == 1
 
 
+def test_a_plan_is_a_table_of_cells(here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --commands: a row per cell with its runs, its memory and what is left to do."""
+    specs = expansion.load("mine.yaml", ["repeats=2"])
+    make_run(here / "results", specs[0], Status.OK)
+    assert cli.main(["plan", "mine.yaml", "--set", "repeats=2"]) == 0
+    text = capsys.readouterr().out
+    assert "paceline.workloads.worker" not in text
+    rows = [line.split() for line in text.splitlines() if "to run" in line]
+    assert len(rows) == 4, "three cells and a reference"
+    (begun,) = [line for line in text.splitlines() if "1 finished; to run" in line]
+    assert str(specs[0].strategy) in begun
+    assert "reference, global batch" in text
+    assert "3 cells, 6 runs, 1 reference run; results in results" in text
+
+
 def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
     words = [word for setting in asked for word in ("--set", setting)]
-    assert cli.main(["plan", "inference", *words]) == 0
+    assert cli.main(["plan", "inference", "--commands", *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.partition(" GLOO_SOCKET_IFNAME=")[0] == golden
 
@@ -202,7 +217,7 @@ def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.C
     told = "the sequence length 257 exceeds the 256 positions of tiny-llama"
     settings = ["--set", "model=tiny-llama", "--set", "strategy=ddp", "--set"]
     for length, said in ((256, 0), (257, 2)):
-        assert cli.main(["plan", "mine.yaml", *settings, f"sequence_length={length}"]) == 0
+        assert cli.main(["plan", "mine.yaml", "--commands", *settings, f"sequence_length={length}"]) == 0
         assert capsys.readouterr().out.count(told) == said, "of the run and of its reference"
 
 
@@ -211,7 +226,9 @@ def test_plan_knows_what_is_finished_and_what_cannot_be(
 ) -> None:
     spec = expansion.load("mine.yaml")[0]
     make_run(here / "results", spec, Status.OK)
-    assert cli.main(["plan", "mine.yaml", "--set", 'strategy=["ddp","single","fsdp2","zero:stage=3"]']) == 0
+    assert (
+        cli.main(["plan", "mine.yaml", "--commands", "--set", 'strategy=["ddp","single","fsdp2","zero:stage=3"]']) == 0
+    )
     text = capsys.readouterr().out
     assert f"{spec.run_id}  [finished]" in text
     assert text == golden
@@ -259,10 +276,10 @@ def test_a_list_hangs_on_a_terminal(
 def test_a_plan_hangs_on_a_terminal_and_its_commands_stay_whole(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cli.main(["plan", "mine.yaml"])
+    cli.main(["plan", "mine.yaml", "--commands"])
     plain = capsys.readouterr().out
     monkeypatch.setattr(experiments, "console", lambda: terminal(50))
-    cli.main(["plan", "mine.yaml"])
+    cli.main(["plan", "mine.yaml", "--commands"])
     wrapped = capsys.readouterr().out
     assert wrapped.split() == plain.split()
     commands = [line for line in plain.splitlines() if "paceline.workloads.worker" in line]
@@ -460,3 +477,13 @@ def test_the_exit_code_is_of_the_runs_that_were_asked_for(tmp_path: Path, make_s
         for asked in (None, {good.run_id}, {bad.run_id})
     ]
     assert codes == [1, 0, 1]
+
+
+def test_status_takes_a_directory_like_report(here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(here / "elsewhere", expansion.load("mine.yaml")[0], Status.OK)
+    assert cli.main(["status", "elsewhere"]) == 0
+    by_name = capsys.readouterr().out
+    assert cli.main(["status", "--out", "elsewhere"]) == 0
+    assert capsys.readouterr().out == by_name
+    assert "1 ok" in by_name
+    assert cli.main(["status", "nowhere"]) == 2

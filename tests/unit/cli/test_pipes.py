@@ -43,7 +43,7 @@ def test_every_verb_is_listed_and_explains_itself(capsys: pytest.CaptureFixture[
         (["run", "quick", "--pirce=3"], "Did you mean '--price'? See `paceline run --help`."),
         (["cluster", "check", "--jsn"], "cluster check: got the unknown option '--jsn'. Did you mean '--json'?"),
         (["plan", "quick", "slow"], "plan: got the unknown argument 'slow'. See `paceline plan --help`."),
-        (["compare", "a", "b", "--format", "md"], "--format: got 'md', expected terminal, markdown, json."),
+        (["compare", "a", "b", "--format", "md"], "--format: got 'md', expected terminal, html, markdown, json."),
         (["monitor", "--count", "two"], "--count: got 'two', expected a whole number. See `paceline monitor --help`."),
         (["run"], "run: got no PRESET|FILE, which is required."),
         (["run", "quick", "--set"], "--set: got no value, expected one argument."),

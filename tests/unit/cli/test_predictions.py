@@ -57,7 +57,12 @@ def test_choose_writes_files_that_can_be_run(capsys: pytest.CaptureFixture[str],
     assert found["recommendation"][0].startswith("Recommendation (predicted, nothing measured): 8 x h200")
     document = yaml.safe_load(Path(found["files"][0]).read_text(encoding="utf-8"))
     assert document["base"]["model"] == "llama-8b"
-    assert cli.main(["plan", found["files"][0], "--gpu", "h200", "--set", "device=cpu", "--out", str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            ["plan", found["files"][0], "--commands", "--gpu", "h200", "--set", "device=cpu", "--out", str(tmp_path)]
+        )
+        == 0
+    )
     assert "predicted: step" in capsys.readouterr().out
     assert len(stored.read(tmp_path)) >= len(found["files"])
 

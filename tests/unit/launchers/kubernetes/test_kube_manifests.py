@@ -335,7 +335,7 @@ def test_a_plan_is_what_kubectl_would_be_given(
         assert said.out == "", "no script of another engine"
         assert said.err == golden
         assert "YAML" in said.err
-    assert cli.main(["plan", str(file)]) == 0
+    assert cli.main(["plan", str(file), "--commands"]) == 0
     assert "kubectl apply -f -" in capsys.readouterr().out
     monkeypatch.setattr(store, "is_sealed", lambda run_dir: "ddp" not in run_dir.name)
     monkeypatch.setattr(store, "read_end", lambda _: "its end")

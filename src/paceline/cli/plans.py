@@ -1,0 +1,74 @@
+"""The table of `paceline plan`: a row per cell with what it needs, how long it takes and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.analysis.findings.cell_axes import describe, distinguishing_axes
+from paceline.analysis.grouping import grouped
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric, without_empty
+from paceline.wording import MISSING
+
+if TYPE_CHECKING:
+    from paceline.campaign.run.forecast import Forecast
+    from paceline.experiment.spec import RunSpec
+
+FINISHED = "finished"
+
+
+def table(
+    specs: Sequence[RunSpec],
+    state_of: Callable[[RunSpec], str],
+    memory_of: Callable[[RunSpec], float | None],
+    predicted: Mapping[str, Forecast],
+    usd_per_gpu_hour: float | None,
+) -> Table | None:
+    """A row per cell in the order of the experiment, references last; columns that say nothing are left out.
+
+    memory_of gives the bytes of state of one process. Minutes and USD are predicted, for unfinished runs.
+    """
+    cells = list(grouped(specs, lambda spec: spec.cell).values())
+    axes = [runs[0].axes() for runs in cells if not _is_reference(runs[0])]
+    named = [name for name in distinguishing_axes(axes) if len({repr(each.get(name)) for each in axes}) > 1]
+
+    def name(runs: Sequence[RunSpec]) -> str:
+        batch = f"reference, global batch {runs[0].global_batch}" if _is_reference(runs[0]) else ""
+        return batch or describe(runs[0].axes(), named or ("model", "world_size"))
+
+    def state(runs: Sequence[RunSpec]) -> Cell:
+        states = [state_of(spec) for spec in runs]
+        done = sum(each.startswith(FINISHED) for each in states)
+        rest = list(dict.fromkeys(each for each in states if not each.startswith(FINISHED)))
+        text = "; ".join((*((f"{done} finished",) if done and rest else ()), *rest)) or FINISHED
+        return Cell(text, "", "quiet" if not rest else "bad" if "unsupported" in text else "")
+
+    def ahead(runs: Sequence[RunSpec]) -> list[Forecast]:
+        return [predicted[s.run_id] for s in runs if s.run_id in predicted and not state_of(s).startswith(FINISHED)]
+
+    def minutes(runs: Sequence[RunSpec]) -> str:
+        found = ahead(runs)
+        return f"{sum(each.seconds for each in found) / 60:.1f}" if found else MISSING
+
+    def usd(runs: Sequence[RunSpec]) -> str:
+        found = ahead(runs) if usd_per_gpu_hour is not None else []
+        return f"{sum(each.usd(usd_per_gpu_hour or 0.0) for each in found):.2f}" if found else MISSING
+
+    def memory(runs: Sequence[RunSpec]) -> str:
+        size = memory_of(runs[0])
+        return MISSING if size is None else f"{size / 2**30:.2f}"
+
+    columns: tuple[Filled[list[RunSpec]], ...] = (
+        (Column("cell", prose=True), name),
+        (numeric("runs"), lambda runs: str(len(runs))),
+        (numeric("state per process, GiB", 2), memory),
+        (numeric("time, min"), minutes),
+        (numeric("cost, USD"), usd),
+        (Column("to do", prose=True), state),
+    )
+    made = filled("Plan", cells, columns)
+    return without_empty(made)[0] if made else None
+
+
+def _is_reference(spec: RunSpec) -> bool:
+    return spec.is_trained and spec.strategy is None
