@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adversary import honest, other_data, planted, ranks
+from adversary import honest, other_data, planted, ranks, split
 from paceline.analysis.findings import Certificate
 from paceline.analysis.training.certificate import certify_all
 from paceline.campaign.run.controller import references_of
@@ -72,6 +72,15 @@ REFUSED_BY = {
     "averaged_weights_late": LOSS,
     "other_initial_weights": "initial weights",
 }
+REFUSED_SPLIT = {
+    "norms_not_summed": "weights after the window",
+    "other_samples_on_one_rank": LOSS,
+    "norm_of_own_stage": "gradient norm on all ranks",
+    "tied_weights_apart": NORM,
+    "mean_over_parts_of_a_sequence": NORM,
+}
+# Layouts with one replica, which accumulates the micro batches of two.
+SPLIT = ("mesh:tp=2", "mesh:pp=2", "mesh:cp=2")
 CHECKPOINTED = ("no_checkpointing", "checkpoints_half_of_the_layers")
 # Not a mistake in bf16 training, where rounding to bf16 is what the experiment asks for.
 ONLY_FP32 = ("moments_in_16_bit",)
@@ -121,6 +130,9 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
             found[name] = make(f"adversary.planted:mistake={name}", **common | how)
     for name in other_data.MISTAKES:
         found[name] = make("ddp", **common, workload=f"adversary.other_data:mistake={name}")
+    whole = common | {"accumulation": 4}
+    found |= {name: make(f"adversary.split:mistake={name}", **whole) for name in split.MISTAKES}
+    found |= {name: make(name, **whole) for name in SPLIT}
     found |= {name: make(name, **common | settings) for name, settings in HONEST.items()}
     found |= {name: make("ddp", **common | settings) for name, settings in SETTINGS.items()}
     return found
@@ -147,7 +159,7 @@ def judged(
 
 def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
     specs, certificates = judged
-    expected = {**REFUSED_BY, **dict.fromkeys(other_data.MISTAKES, "data")}
+    expected = {**REFUSED_BY, **REFUSED_SPLIT, **dict.fromkeys(other_data.MISTAKES, "data")}
     wrong = []
     for name, check in expected.items():
         if name in specs:
@@ -160,7 +172,7 @@ def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
 
 def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
     specs, certificates = judged
-    for name in [*HONEST, *SETTINGS]:
+    for name in [*HONEST, *SETTINGS, *SPLIT]:
         certificate = certificates[specs[name].run_id]
         assert certificate.reasons == (), name
         assert certificate.compared_steps == certificate.steps == STEPS, name
@@ -168,5 +180,6 @@ def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
 
 def test_there_are_enough_of_both() -> None:
     assert set(REFUSED_BY) == set(planted.MISTAKES)
+    assert set(REFUSED_SPLIT) == set(split.MISTAKES)
     assert len(REFUSED_BY) + len(other_data.MISTAKES) >= 30
     assert len(HONEST) + len(SETTINGS) >= 10
