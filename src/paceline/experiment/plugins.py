@@ -65,6 +65,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "sharded_parts": ("options",),
         "wire_bytes": ("traffic",),
         "reductions_per_step": ("options", "accumulation"),
+        "inline": ("options",),
         "layout": ("options", "world_size"),
         "expand": ("name", "options", "nodes", "processes_per_node"),
     },
@@ -151,16 +152,19 @@ def short_names(kind: str) -> dict[str, tuple[str, str]]:
 
 
 def expanded(kind: str, choice: Choice, nodes: int, processes_per_node: int) -> Choice:
-    """The choice with a short name replaced by its plugin and the options it stands for; others unchanged.
+    """The choice with a short name replaced by its plugin and the options it stands for, and with the content of files
+    that its options name.
 
     >>> str(expanded("strategies", Choice("tp"), 1, 4))
     'mesh:tp=4'
     """
     plugin, _ = short_names(kind).get(choice.name, (None, ""))
-    if plugin is None:
-        return choice
-    options = load(kind, plugin).expand(choice.name, choice.options, nodes, processes_per_node)
-    return Choice(plugin, options)
+    if plugin is not None:
+        options = load(kind, plugin).expand(choice.name, choice.options, nodes, processes_per_node)
+        choice = Choice(plugin, options)
+    if choice.options and is_shipped(kind, choice.name) and hasattr(load(kind, choice.name), "inline"):
+        return Choice(choice.name, load(kind, choice.name).inline(choice.options))
+    return choice
 
 
 @functools.cache

@@ -43,6 +43,8 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # The workload of an experiment that names none; run ids do not repeat its name.
 DEFAULT_WORKLOAD = "pretrain"
+# Characters of a strategy and its options in a run id: file names have a limit.
+LONGEST_STRATEGY = 120
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
 
@@ -324,7 +326,8 @@ class RunSpec:
     @cached_property
     def run_id(self) -> str:
         workload = None if self.workload.name == DEFAULT_WORKLOAD else self.workload.name
-        strategy = str(self.strategy) if self.strategy else None
+        # The digest covers what is cut off.
+        strategy = str(self.strategy)[:LONGEST_STRATEGY] if self.strategy else None
         # For a directory, the last path component is enough: the digest covers the rest. File names have a limit.
         model = None if self.traits.measures_network else str(_last_part(self.model.name))[:40]
         model = self.script.title.removesuffix(".py")[:40] if self.script else model

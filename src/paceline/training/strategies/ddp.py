@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.contract import Seat, Trainer
@@ -16,9 +16,12 @@ DEFAULT_BUCKET_MB = 25.0
 
 @dataclass(frozen=True)
 class Options:
-    """static_graph lets DDP assume that every step uses the same parameters."""
+    """static_graph lets DDP assume that every step uses the same parameters, find_unused_parameters makes it look for
+    unused ones in every step. gradient_as_bucket_view keeps gradients in the buckets instead of a copy."""
 
     static_graph: bool = False
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
 
 
 def check(spec: RunSpec) -> str | None:
@@ -51,7 +54,8 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
         subject,
         device_ids=[seat.local_rank] if seat.device == "cuda" else None,
         bucket_cap_mb=bucket_mb,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=chosen.gradient_as_bucket_view,
+        find_unused_parameters=chosen.find_unused_parameters,
         # Buffers (the rotary angles of a fine-tuned model) are equal on all ranks.
         broadcast_buffers=False,
         static_graph=chosen.static_graph,
@@ -61,5 +65,5 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
         # The flag that no_sync() sets, without a context around forward and backward.
         ddp.require_backward_grad_sync = last
 
-    settings: dict[str, Any] = {"bucket_mb": bucket_mb, "static_graph": chosen.static_graph}
+    settings: dict[str, Any] = {"bucket_mb": bucket_mb, **asdict(chosen)}
     return TorchTrainer(ddp, spec, seat, full_parameters=lambda: whole_weights(subject), sync=sync, settings=settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
-from paceline.errors import CheckpointError, MissingPackageError, require
+from paceline.errors import CheckpointError, MissingPackageError, RequestError, require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
@@ -31,21 +32,79 @@ TAG = "zero"
 class Options:
     """overlap: start reductions while backward still runs. The other options (stage 3) have DeepSpeed's defaults:
     gathered weights are kept for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
-    gathered twice per micro batch), and weights smaller than persistence_threshold are never sharded."""
+    gathered twice per micro batch), weights smaller than persistence_threshold are never sharded, and prefetch_bucket
+    elements are gathered ahead.
+
+    offload: `cpu` keeps the optimizer state (stage 3: the weights too) in host memory, a directory keeps it on that
+    disk. config: more of DeepSpeed's own configuration, as a JSON file or object; it must not change the work."""
 
     stage: int = 1
     overlap: bool = True
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
     persistence_threshold: int = 100_000
+    prefetch_bucket: int = 50_000_000
+    offload: str = ""
+    config: Any = None
 
     def __post_init__(self) -> None:
         require(self.stage in (1, 2, 3), "zero.stage", self.stage, "1, 2 or 3")
+        known = self.offload in ("", "cpu") or "/" in self.offload
+        require(known, "zero.offload", self.offload, "cpu, or a directory on a disk (with a slash)")
+        require(self.prefetch_bucket >= 0, "zero.prefetch_bucket", self.prefetch_bucket, "a number of elements from 0")
+        if self.config is not None:
+            check_config(self.config)
+
+
+# Parts of DeepSpeed's configuration that the experiment sets, or that would change the work.
+FIXED = frozenset(
+    (
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        *("optimizer", "scheduler", "fp16", "bf16", "amp", "data_types", "communication_data_type"),
+        *("prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "compression_training"),
+        *("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue", "pipeline"),
+        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    )
+)
+# Of `zero_optimization`: an option of the strategy, quantised traffic, which is other arithmetic, and another order of
+# the partitions, in which the certificate would not find the master weights.
+FIXED_OF_ZERO = frozenset(("stage", "zero_quantized_weights", "zero_quantized_gradients", "round_robin_gradients"))
+
+
+def inline(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the content of the file that `config` names, so that the record and its id cover it."""
+    name = options.get("config")
+    if not isinstance(name, str):
+        return dict(options)
+    path = Path(name).expanduser()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({error}).") from None
+    check_config(content)
+    return {**options, "config": content}
+
+
+def check_config(content: Any) -> None:
+    """Refuse what is not an object, and settings that would make this run other work than the rest."""
+    require(
+        isinstance(content, dict), "zero.config", content, "a JSON object with DeepSpeed's configuration, or a file"
+    )
+    inner = content.get("zero_optimization", {})
+    require(isinstance(inner, dict), "zero.config: zero_optimization", inner, "an object")
+    for name in (*sorted(FIXED & content.keys()), *sorted(FIXED_OF_ZERO & inner.keys())):
+        value = content.get(name, inner.get(name))
+        raise RequestError(
+            f"zero.config: got {name} {json.dumps(value)}, expected none: the experiment sets it, it would change the "
+            "work, or the certificate could not follow it. Remove it from the file."
+        )
 
 
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
-    parse_options(Options, spec.strategy)
+    chosen = parse_options(Options, spec.strategy)
+    if chosen.offload not in ("", "cpu") and chosen.stage != 3:
+        return f"DeepSpeed keeps state on a disk at stage 3 only, got stage {chosen.stage}"
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
         return "DeepSpeed scales the loss only if the whole model is fp16, and adapters are fp32"
     return None
@@ -70,7 +129,7 @@ def wire_bytes(traffic: Traffic) -> float | None:
     default) stay on every rank and are gathered once per step, after the update.
     """
     options, stage = traffic.options, sharded_parts(traffic.options)
-    if stage is None:
+    if stage is None or options.get("config"):
         return None
     if stage < 3:
         times = traffic.accumulation if stage == 2 else 1
@@ -98,7 +157,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     if spec.training.compile:
         # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
         compile_parts(subject) if chosen.stage == 3 else compile_whole(subject)
-    config = configuration(spec, chosen)
+    config = merged(configuration(spec, chosen), chosen.config)
     optimizer = optimizer_of(spec, learning(subject))
     engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)
     return ZeroTrainer(engine, subject, optimizer, spec, chosen)
@@ -150,15 +209,19 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
             "stage3_max_live_parameters": chosen.max_live_parameters,
             "stage3_max_reuse_distance": chosen.max_reuse_distance,
             "stage3_param_persistence_threshold": chosen.persistence_threshold,
+            "stage3_prefetch_bucket_size": chosen.prefetch_bucket,
             # Its replacement of torch's linear rounds before adding the bias, unlike the other strategies.
             "memory_efficient_linear": False,
         }
+    zero |= offloading(chosen, spec.topology.device)
     config: dict[str, Any] = {
         "train_batch_size": spec.global_batch,
         "train_micro_batch_size_per_gpu": training.micro_batch,
         "gradient_accumulation_steps": training.accumulation,
         "gradient_clipping": training.clip_norm,
         "zero_allow_untested_optimizer": True,
+        # All strategies have torch's AdamW; offloading would replace it with DeepSpeed's.
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
         "communication_data_type": reduce,
         "data_types": {"grad_accum_dtype": reduce},
@@ -173,6 +236,29 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
         # The schedule of torch.amp.GradScaler, so that all strategies scale alike.
         config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
     return config
+
+
+def offloading(chosen: Options, device: str) -> dict[str, Any]:
+    """Where optimizer state and, at stage 3, weights are kept; pinned memory needs a GPU."""
+    if not chosen.offload:
+        return {}
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": device == "cuda"}
+    if chosen.offload != "cpu":
+        place = {"device": "nvme", "nvme_path": chosen.offload, "pin_memory": device == "cuda"}
+    found = {"offload_optimizer": place}
+    return found | {"offload_param": place} if chosen.stage == 3 else found
+
+
+def merged(config: dict[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Our configuration with the user's additions; inside `zero_optimization` the user's values win."""
+    both = {**config, **(more or {})}
+    return {**both, "zero_optimization": {**config["zero_optimization"], **(more or {}).get("zero_optimization", {})}}
+
+
+def _facts(chosen: Options) -> dict[str, Any]:
+    """The options for the record, with an own configuration as text."""
+    config = {"config": json.dumps(chosen.config, sort_keys=True)} if chosen.config is not None else {}
+    return {**asdict(chosen), "config": None, **config}
 
 
 class ZeroTrainer:
@@ -247,4 +333,4 @@ class ZeroTrainer:
         special, more = tuning_facts(self.subject)
         facts = optimizer_facts(self.optimizer, self.engine.gradient_clipping())
         bucket = self.engine.zero_reduce_bucket_size()
-        return dtypes | special, facts, {**asdict(self.chosen), "reduce_bucket_elements": bucket, **more}
+        return dtypes | special, facts, {**_facts(self.chosen), "reduce_bucket_elements": bucket, **more}

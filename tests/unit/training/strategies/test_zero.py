@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.errors import RequestError
+from paceline.experiment import plugins
+from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import parse_options
+from paceline.experiment.spec import RunSpec
+from paceline.training.strategies import zero
 from paceline.training.strategies.zero import _hidden
 
 
@@ -21,3 +31,53 @@ def test_a_package_in_use_is_not_taken_away() -> None:
     with _hidden("json"):
         assert importlib.import_module("json") is sys.modules["json"]
     assert "json" in sys.modules
+
+
+def test_an_own_configuration_is_read_into_the_options_and_merged(
+    tmp_path: Path, make_spec: Callable[..., RunSpec]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"wall_clock_breakdown": True, "zero_optimization": {"reduce_bucket_size": 20_000}}))
+    choice = plugins.expanded("strategies", Choice("zero", {"stage": 2, "config": str(file)}), 1, 2)
+    file.unlink()  # the record has its content
+    chosen = parse_options(zero.Options, choice)
+    config = zero.merged(zero.configuration(make_spec(str(choice)), chosen), chosen.config)
+    assert config["wall_clock_breakdown"] is True
+    assert config["zero_optimization"]["reduce_bucket_size"] == 20_000
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["gradient_clipping"] == make_spec("ddp").training.clip_norm
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        ({"gradient_clipping": 0.1}, "gradient_clipping 0.1"),
+        ({"optimizer": {"type": "Lion"}}, "optimizer"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients true"),
+        ({"zero_optimization": {"stage": 3}}, "stage 3"),
+        ([], "a JSON object"),
+    ],
+)
+def test_a_configuration_that_changes_the_work_is_refused(tmp_path: Path, content: Any, refused: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=refused):
+        plugins.expanded("strategies", Choice("zero", {"config": str(file)}), 1, 2)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(RequestError, match=r"zero.config: got 'nowhere.json', expected a JSON file"):
+        plugins.expanded("strategies", Choice("zero", {"config": "nowhere.json"}), 1, 2)
+
+
+def test_where_state_is_kept(make_spec: Callable[..., RunSpec]) -> None:
+    def places(**options: Any) -> dict[str, Any]:
+        return zero.offloading(zero.Options(**options), "cpu")
+
+    assert places(stage=2) == {}
+    assert places(stage=2, offload="cpu") == {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    assert places(stage=3, offload="/scratch")["offload_param"]["nvme_path"] == "/scratch"
+    assert "stage 3 only" in (zero.check(make_spec("zero:stage=2,offload=/scratch")) or "")
+    with pytest.raises(RequestError, match=r"zero.offload: got 'gpu'"):
+        zero.Options(offload="gpu")
