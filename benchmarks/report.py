@@ -40,9 +40,13 @@ def time_reports(runs: int) -> None:
 
 
 def _timed(directory: Path, formats: tuple[str, ...]) -> dict[str, Any]:
-    """Wall time, and the peak memory of the largest of the processes it took."""
     flags = [word for format_ in formats for word in ("--format", format_)]
-    command = [sys.executable, "-m", "paceline.cli", "report", str(directory), *flags]
+    return timed_command("report", str(directory), *flags)
+
+
+def timed_command(*words: str) -> dict[str, Any]:
+    """Wall time of a command of Paceline, and the peak memory of the largest of the processes it took."""
+    command = [sys.executable, "-m", "paceline.cli", *words]
     begin = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
@@ -66,7 +70,7 @@ def write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
     file.write_text("name: many\nbase: {model: tiny, sequence_length: 64, precision: fp32, device: cpu}\n")
     sizes = list(range(1, runs // 25 + 1))
     settings = [
-        f"steps={steps}", f"processes={ranks}", "reference_steps=2", "repeats=5", f"micro_batch={sizes}",
+        f"steps={steps}", f"processes={ranks}", "reference_steps=10", "repeats=5", f"micro_batch={sizes}",
         "strategy=[ddp, fsdp2, 'zero:stage=1', 'zero:stage=2', 'zero:stage=3']",
     ]  # fmt: skip
     specs = expansion.load(str(file), settings)[:runs]

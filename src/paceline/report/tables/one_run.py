@@ -33,15 +33,23 @@ def record_lines(record: RunRecord, certificate: Certificate | None, light: Laun
         yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
         if connected := links.summary(machine):
             yield f"    {connected}"
+    # Once for all ranks: a run may have thousands.
+    losses: dict[int, list[float]] = {}
+    for step in record.steps if spec.serving is None else ():
+        if step.variant == 0:
+            losses.setdefault(step.rank, []).append(step.loss)
+    peaks: dict[int, int | None] = {}
+    for m in record.memory:
+        if m.moment == "steps":
+            peaks.setdefault(m.rank, m.allocated_bytes or m.resident_bytes)
     for outcome in record.outcomes:
         # Ranks of an inference run have no steps; their results are listed by load.
         if spec.serving is not None:
             yield f"  rank {outcome.rank}: {outcome.status}"
             continue
-        steps = [s for s in record.steps if s.rank == outcome.rank and s.variant == 0]
-        loss = f"loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}" if steps else "no step"
-        peaks = [m for m in record.memory if m.rank == outcome.rank and m.moment == "steps"]
-        peak_bytes = next((m.allocated_bytes or m.resident_bytes for m in peaks), None)
+        steps = losses.get(outcome.rank, [])
+        loss = f"loss {steps[0]:.4f} to {steps[-1]:.4f}" if steps else "no step"
+        peak_bytes = peaks.get(outcome.rank)
         memory = MISSING if peak_bytes is None else f"{peak_bytes / GIB:.2f} GiB"
         yield f"  rank {outcome.rank}: {outcome.status}, {len(steps)} steps, {loss}, peak memory {memory}"
     for attempt in record.attempts:

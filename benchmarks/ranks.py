@@ -1,0 +1,71 @@
+"""What one run of thousands of ranks takes to read, show and report: time and peak memory.
+
+Run `python benchmarks/ranks.py [RANKS ...]` (default: 4096). It makes up a run of that many ranks, eight to a node, of
+100 steps, with gauges of every GPU and the facts of every host, beside its reference, and prints one JSON line for each
+command. Nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from report import TIMED, _outcome, _timed, _write_run, timed_command
+
+from paceline.campaign.run.controller import reference_of
+from paceline.experiment import expansion
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.results import store
+from paceline.results.records import GaugeSample, Status
+
+STEPS, PER_NODE, READINGS = 100, 8, 20
+
+
+def write_run(folder: Path, ranks: int) -> Path:
+    """One run of that many ranks and its reference; returns the directory of the run."""
+    file = folder / "large.yaml"
+    file.write_text(
+        "name: large\nbase: {model: tiny, strategy: ddp, sequence_length: 64, precision: fp32, device: cpu}\n"
+    )
+    sizes = (f"nodes={ranks // PER_NODE}", f"processes={PER_NODE}")
+    (spec,) = expansion.load(str(file), [f"steps={STEPS}", "reference_steps=10", *sizes])
+    for each in (reference_of(spec), spec):
+        _write_run(folder, each)
+    run_dir = folder / spec.experiment / spec.run_id
+    _add_hosts(run_dir, spec)
+    store.seal(run_dir, Status.OK, None, 0.0, 1.0)
+    return run_dir
+
+
+def _add_hosts(run_dir: Path, spec: RunSpec) -> None:
+    """The facts of each host, the host of each rank, and readings of its device."""
+    facts = json.loads(json.dumps(machine.to_dict(machine.probe())))
+    for node in range(spec.topology.nodes):
+        store.write_json(run_dir / f"machine-node{node}.json", {**facts, "host": f"node{node}"})
+    for rank in range(spec.topology.world_size):
+        host = f"node{rank // PER_NODE}"
+        store.write_outcome(run_dir, dataclasses.replace(_outcome(spec, rank), host=host))
+        with (run_dir / f"samples-{rank}.jsonl").open("a") as lines:
+            for i in range(READINGS):
+                reading = GaugeSample(rank=rank, host=host, at_s=0.5 * i, device=rank % PER_NODE, power_w=400.0 + i % 7)
+                lines.write(store.sample_line(reading))
+
+
+def main() -> None:
+    for ranks in map(int, sys.argv[1:] or ("4096",)):
+        with tempfile.TemporaryDirectory() as name:
+            run_dir = write_run(Path(name), ranks)
+            megabytes = round(sum(path.stat().st_size for path in run_dir.glob("samples-*")) / 1e6)
+            said = {"ranks": ranks, "sample_mb": megabytes}
+            for formats in ("json and csv", "all"):
+                found = _timed(run_dir.parent, TIMED[formats])
+                print(json.dumps({**said, "command": f"report, {formats}", **found}), flush=True)
+            print(json.dumps({**said, "command": "show", **timed_command("show", str(run_dir))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
