@@ -460,7 +460,7 @@ def _run_setups(arguments: argparse.Namespace, setups: Sequence[Setup], steps: i
 def _score(arguments: argparse.Namespace) -> int:
     """How right predictions were: of stored ones that were measured since, or of the rows of a table."""
     from paceline.prediction import scoring
-    from paceline.report.tables import predictions as tables
+    from paceline.report.tables import predicted
     from paceline.report.terminal import Fitted
 
     path = arguments.score
@@ -483,7 +483,7 @@ def _score(arguments: argparse.Namespace) -> int:
         print_hanging(screen, "No prediction has been measured yet.", 2)
         return OK
     if len(found.pairs) <= MOST_PAIRS:
-        screen.print(Fitted(tables.beside(found.pairs)))
+        screen.print(Fitted(predicted.beside([(one.name, one) for one in found.pairs])))
     for line in scoring.lines(found):
         print_hanging(screen, line, 2)
     return OK

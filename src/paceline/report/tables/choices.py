@@ -9,7 +9,8 @@ from typing import Any
 from paceline.prediction import memory, stored
 from paceline.prediction.choosing import Decision, Halved, Option, measuring_minutes, objective
 from paceline.prediction.experiment_file import runnable
-from paceline.report.tables.predictions import INTERVAL_NOTE, amount, between, number, recomputing
+from paceline.report.tables.predicted import amount, between, number
+from paceline.report.tables.predictions import INTERVAL_NOTE, recomputing
 from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING, format_duration
 

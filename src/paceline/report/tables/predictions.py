@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.analysis.findings import PredictedRun, Report
 from paceline.prediction import memory
 from paceline.prediction.predict import Prediction, Worth
 from paceline.prediction.scaling import Scaled
-from paceline.prediction.scoring import Pair
 from paceline.prediction.serving import ServedPrediction
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import PARTS
+from paceline.report.tables.predicted import amount, between, number
 from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING
 
@@ -22,30 +21,8 @@ INTERVAL_NOTE = (
 )
 
 
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if value == 0:
-        return "0"
-    if value >= 1000:
-        digits = len(str(int(value)))
-        return f"{round(value, 3 - digits):,.0f}"
-    return f"{value:.3g}"
-
-
-def amount(count: float) -> str:
-    """`2B`, `1.4T`: a number of tokens as people say it."""
-    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g}{suffix}"
-    return number(count)
-
-
 def recomputing(one: Setup) -> str:
     return "no checkpointing" if one.checkpointing == "none" else f"{one.checkpointing} checkpointing"
-
-
-def between(value: float, low: float, high: float) -> Cell:
-    return Cell(number(value), f"{number(low)} to {number(high)}")
 
 
 def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
@@ -214,32 +191,6 @@ def served(found: Sequence[ServedPrediction]) -> Table:
 
 def _scaled(ends: tuple[float, float]) -> tuple[float, float]:
     return 1000 * ends[0], 1000 * ends[1]
-
-
-def of_report(report: Report) -> tuple[Table, ...]:
-    return (beside(report.predictions),) if report.predictions else ()
-
-
-def beside(pairs: Sequence[Pair | PredictedRun]) -> Table:
-    """Predicted beside measured, run by run."""
-    rows = tuple(
-        (
-            Cell(one.name if isinstance(one, Pair) else one.run),
-            between(1000 * one.predicted_s, 1000 * one.low_s, 1000 * one.high_s),
-            Cell(number(1000 * one.measured_s)),
-            Cell(f"{100 * one.error:+.1f}"),
-            Cell("yes" if one.covered else "no", "", "" if one.covered else "bad"),
-        )
-        for one in pairs
-    )
-    columns = (
-        Column("run"),
-        numeric("predicted step, ms"),
-        numeric("measured, ms"),
-        numeric("error, %"),
-        Column("inside the interval"),
-    )
-    return Table("Predicted beside measured", columns, rows)
 
 
 def narrowing(found: Sequence[Worth]) -> Table:
