@@ -90,6 +90,11 @@ def test_refused_in_one_sentence(
     assert reason in (refusal(spec) or "")
 
 
+def test_memory_by_component_is_unsupported_with_the_reason(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec("mesh:tp=2", processes=2, workload="memory")
+    assert "not predicted for the strategy mesh:tp=2" in plugins.load("workloads", "memory").check(spec)
+
+
 def test_unknown_options_are_named() -> None:
     with pytest.raises(RequestError, match=r"mesh.schedule: got '1f2b', expected gpipe, 1f1b"):
         plugins.load("strategies", "mesh").Options(schedule="1f2b")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import require
 from paceline.experiment.choices import Choice
+from paceline.experiment.layout import declared_layout
 from paceline.experiment.plugins import Traits, load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
@@ -41,6 +42,8 @@ def check(spec: RunSpec) -> str | None:
 
 
 def check_training(spec: RunSpec) -> str | None:
+    if declared_layout(spec) is not None:
+        return f"memory by component is not predicted for the strategy {spec.strategy}; pretrain measures its peak"
     return pretrain.check(replace(spec, workload=Choice("pretrain")))
 
 
