@@ -32,7 +32,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.,:^=+-]{0,64}")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that only the user may decide. name: as `--allow-modules` takes it. field: launcher, engine or env."""
+    """One thing that only the user may decide. name: as `--allow-modules` takes it. field: launcher, engine,
+    strategy or env."""
 
     name: str
     field: str
@@ -67,7 +68,12 @@ def settings_of(spec: RunSpec) -> Iterator[Setting]:
     if not _constants("launchers", spec.launcher).get("HERE"):
         name = spec.launcher.name if "." in spec.launcher.name else "launcher"
         yield Setting(name, "launcher", str(spec.launcher), "where the runs are started, and by which programs")
-    for name, kind, choice in (("launcher", "launchers", spec.launcher), ("engine", "engines", spec.engine)):
+    chosen = (
+        ("launcher", "launchers", spec.launcher),
+        ("engine", "engines", spec.engine),
+        ("strategy", "strategies", spec.strategy),
+    )
+    for name, kind, choice in chosen:
         if choice is None:
             continue
         for option, decides in _constants(kind, choice).get("USER_ONLY", {}).items():
@@ -93,9 +99,12 @@ def stripped(spec: RunSpec, allowed: Collection[str]) -> tuple[RunSpec, list[Set
     is_ours = {"launcher", launcher.name}.isdisjoint(names)
     launcher = _without("launcher", launcher, names) if is_ours else Choice("local")
     engine = _without("engine", engine, names) if engine else None
+    strategy = _without("strategy", spec.strategy, names) if spec.strategy else None
     env = {variable: value for variable, value in spec.env.items() if f"env.{variable}" not in names}
     script = None if "command" in names else spec.script
-    changed = replace(spec, launcher=launcher, engine=engine, env=env, script=script, steps=spec.steps or 1)
+    changed = replace(
+        spec, launcher=launcher, engine=engine, strategy=strategy, env=env, script=script, steps=spec.steps or 1
+    )
     return (changed, dropped) if dropped else (spec, [])
 
 

@@ -119,7 +119,7 @@ class Traits:
 # with some options set, each with a description; its function `expand` returns these options.
 DECLARED: dict[str, dict[str, Any]] = {
     "workloads": {"TRAITS": Traits()},
-    "strategies": {"PADS_SHARDS": False, "SHORT_NAMES": {}},
+    "strategies": {"PADS_SHARDS": False, "SHORT_NAMES": {}, "USER_ONLY": {}},
     "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}},
     "engines": {"UNMEASURED": {}, "STARTS": False, "USER_ONLY": {}},
     "exporters": {},

@@ -21,6 +21,8 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {"workload": "inference", "processes": "1", "data": "synthetic", "engine": "vllm:executable=/tmp/evil"},
         "engine.executable",
     ),
+    "config": ({"strategy": """'zero:config={"tensorboard": {"enabled": true}}'"""}, "strategy.config"),
+    "offload": ({"strategy": "zero:stage=3,offload=/tmp/evil"}, "strategy.offload"),
     "key": (
         {"workload": "inference", "processes": "1", "engine": "openai:url=http://evil.example,key_env=AWS_SECRET"},
         "engine.url",

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 # The directory within a checkpoint; any name works.
 TAG = "zero"
+USER_ONLY = {
+    "config": "more of DeepSpeed's configuration, which can name files to write",
+    "offload": "where optimizer state and weights are kept",
+}
 
 
 @dataclass(frozen=True)
