@@ -36,7 +36,7 @@ os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
 # They are each other's busy neighbours too: without this, every run would be launched three times.
 os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 # Experiments of tests are in temporary directories, outside of the current one, and name what is in these packages.
-os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher,env")
+os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher,strategy,env")
 
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
 import os
+import queue
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -20,7 +23,9 @@ from paceline.errors import UnsupportedError, require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 
+# For a whole answer, however slowly a server sends it.
 REQUEST_S = 10.0
+AT_ONCE = 64
 # The most bytes of a server's own description.
 MOST_BYTES = 1 << 20
 # Where most servers listen by default.
@@ -75,15 +80,18 @@ def check(spec: RunSpec) -> str | None:
 
 def preflight(spec: RunSpec) -> None:
     """Report endpoints that are unreachable, or serve another model, once and not in every run."""
-    chosen = parse_options(Options, spec.engine)
-    for url in chosen.all_urls:
-        _endpoint(url, chosen)
+    _endpoints(parse_options(Options, spec.engine))
 
 
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
-    chosen = parse_options(Options, spec.engine)
-    yield [_endpoint(url, chosen) for url in chosen.all_urls]
+    yield _endpoints(parse_options(Options, spec.engine))
+
+
+def _endpoints(chosen: Options) -> list[Endpoint]:
+    """All endpoints, asked at the same time: many that do not answer take no longer than one."""
+    with concurrent.futures.ThreadPoolExecutor(min(AT_ONCE, len(chosen.all_urls))) as pool:
+        return list(pool.map(lambda url: _endpoint(url, chosen), chosen.all_urls))
 
 
 def _endpoint(url: str, chosen: Options) -> Endpoint:
@@ -129,8 +137,24 @@ def _get(url: str, secret: str | None, certificates: str | None) -> Any:
     request = urllib.request.Request(url, headers=headers)
     context = ssl.create_default_context(cafile=certificates) if url.startswith("https") else None
     opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
-    with opener.open(request, timeout=REQUEST_S) as answer:
-        return json.loads(answer.read(MOST_BYTES))
+    answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            # This limit is for each byte: a server could send one every few seconds.
+            with opener.open(request, timeout=REQUEST_S) as answer:
+                answers.put(answer.read(MOST_BYTES))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=REQUEST_S)
+    except queue.Empty:
+        raise TimeoutError(f"no complete answer within {REQUEST_S:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return json.loads(answer)
 
 
 def _models(url: str, secret: str | None, certificates: str | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -82,3 +83,23 @@ def test_a_version_is_no_must(answering: Answering) -> None:
     url, _ = answering(b"SSH-2.0-OpenSSH_9.6\r\n")
     assert openai._version(url, None, None) is None
     assert vllm._read(url, "/metrics") == ""
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
+    """Each byte is in time, the answer is not."""
+    monkeypatch.setattr(openai, "REQUEST_S", 0.5)
+    left = threading.Event()
+
+    def drip(peer: socket.socket) -> None:
+        peer.recv(65_536)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while not left.wait(0.1):
+                peer.sendall(b" ")
+
+    with listening(drip) as port:
+        with pytest.raises(UnsupportedError) as caught:
+            openai._endpoints(openai.Options(urls=(f"http://127.0.0.1:{port}",)))
+        left.set()
+    assert str(caught.value).replace(str(port), "PORT") == golden
+    assert "0.5 s" in str(caught.value)
