@@ -20,6 +20,7 @@ KEYS = [
         "suspects",
         "pairs",
         "explanations",
+        "layouts",
         "memory",
         "frontier",
         "memory_advice",
