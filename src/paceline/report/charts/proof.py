@@ -65,7 +65,7 @@ def loss(report: Report) -> Iterator[Chart]:
                         runs=(certificate.run,),
                     )
                 )
-        band = Point(y=0.0, group=panel, series=BAND, drawn=AREA, cells=tuple({c.cell for c in ours}))
+        band = Point(y=0.0, group=panel, series=BAND, drawn=AREA, cells=tuple(dict.fromkeys(c.cell for c in ours)))
         points += [
             replace(band, x=step, y=100 * limit, low=-100 * limit, high=100 * limit)
             for step, limit in sorted(widest.items())
