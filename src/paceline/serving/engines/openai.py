@@ -144,7 +144,7 @@ def _get(url: str, secret: str | None, certificates: str | None) -> Any:
             # This limit is for each byte: a server could send one every few seconds.
             with opener.open(request, timeout=REQUEST_S) as answer:
                 answers.put(answer.read(MOST_BYTES))
-        except Exception as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             answers.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
