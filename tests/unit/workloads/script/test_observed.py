@@ -98,7 +98,7 @@ def train(tmp_path: Path) -> str:
 def test_every_step_is_seen_and_the_script_notices_nothing(
     observe: Observe, train: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    record = observe("python", train, workload="script:trace=2-3")
+    record = observe(sys.executable, train, workload="script:trace=2-3")
     printed = capfd.readouterr()
     plain = subprocess.run([sys.executable, train], capture_output=True, text=True, check=True)
     assert printed.out == plain.stdout
@@ -128,20 +128,20 @@ def test_every_step_is_seen_and_the_script_notices_nothing(
 
 
 def test_a_limit_ends_the_script_after_that_many_steps(observe: Observe, train: str) -> None:
-    record = observe("python", train, steps=6)
+    record = observe(sys.executable, train, steps=6)
     assert record.outcomes[0].status is Status.OK
     assert len(record.steps) == 6
 
 
 def test_a_crash_is_a_failure_in_the_words_of_the_script(observe: Observe, train: str) -> None:
-    record = observe("python", train, "--crash")
+    record = observe(sys.executable, train, "--crash")
     assert record.outcomes[0].status is Status.FAILED
     assert record.outcomes[0].error == "the script ended with exit code 1: ValueError: the data is gone"
     assert len(record.steps) == 7
 
 
 def test_an_exit_code_is_kept(observe: Observe, train: str) -> None:
-    record = observe("python", train, "--seven")
+    record = observe(sys.executable, train, "--seven")
     assert str(record.outcomes[0].error).startswith("the script ended with exit code 7: loss ")
     assert len(record.steps) == 9
 
@@ -154,7 +154,7 @@ def test_a_program_that_does_not_exist_is_one_sentence(observe: Observe) -> None
 
 def test_a_script_without_a_step_is_invalid(observe: Observe, tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("print('done')")
-    record = observe("python", str(tmp_path / "none.py"))
+    record = observe(sys.executable, str(tmp_path / "none.py"))
     assert record.outcomes[0].status is Status.INVALID
     assert "no optimizer step was observed" in str(record.outcomes[0].error)
 
@@ -180,7 +180,7 @@ def test_the_gate_catches_a_slower_commit(observe: Observe, tmp_path: Path, caps
     for at, (side, seconds) in enumerate((("before", 0.005), ("after", 0.1))):
         script.write_text(SLEEPY.format(seconds=seconds))
         for repeat in range(2):
-            record = observe("python", str(script), repeat=repeat)
+            record = observe(sys.executable, str(script), repeat=repeat)
             assert record.outcomes[0].status is Status.OK, record.outcomes[0].error
             store.seal(Path(record.path), Status.OK, None, 10.0 * at + repeat, 10.0 * at + repeat + 1)
         (tmp_path / "own").rename(tmp_path / side)
