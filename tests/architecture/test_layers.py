@@ -61,7 +61,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tables",),
         ("text",),
     ),
-    "campaign": (("scheduled_run",), ("live",), ("run", "schedule")),
+    "campaign": (("scheduled_run", "ui"), ("live",), ("run", "schedule")),
     "training": (
         ("strategies",),
         ("finetuned", "observation", "step_profile"),

@@ -28,7 +28,7 @@ DESCRIPTION = (
 GROUPS = {
     "Run experiments": ("run", "measure", "plan", "status", "logs", "schedule"),
     "Predict before running": ("predict", "choose"),
-    "Read and compare results": ("report", "show", "compare", "gate", "history", "recipe"),
+    "Read and compare results": ("ui", "report", "show", "compare", "gate", "history", "recipe"),
     "Archive, reproduce, import": ("capsule", "replay", "import"),
     "Check and watch this machine": ("doctor", "monitor"),
     "Prepare clusters and images": ("cluster", "image"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -18,10 +19,12 @@ from paceline.cli.verbs import (
     SOME_FAILED,
     TOO_NOISY,
     Parser,
+    add_out_option,
     add_verb,
     console,
     has_reader,
     print_plain,
+    require_directory,
 )
 from paceline.errors import DAMAGED, DamagedRunError, RequestError
 
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
 # Formats of `compare` and `history`.
 FORMATS = ("terminal", "html", "markdown", "json")
-MOST_REASONS = 5
-MOST_DIRECTORIES = 3
 MOST_TOKENS = 10**18
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
@@ -77,6 +78,16 @@ def add_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "history", history, "show cells over time and where their level changed")
     verb.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="results directories, or their parent")
     verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+    verb = add_verb(verbs, "ui", ui, "browse a results directory and watch campaigns in a web browser")
+    verb.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="a results directory (default: --out)")
+    add_out_option(verb)
+    verb.add_argument(
+        "--listen",
+        default="127.0.0.1:8501",
+        metavar="HOST:PORT",
+        help="address to listen on; a random token is needed if other hosts can reach it (default: %(default)s)",
+    )
+    verb.add_argument("--open", action="store_true", help="open the page in the default browser")
 
 
 def add_report_options(verb: Parser) -> None:
@@ -182,22 +193,13 @@ def conclude(
     runs of earlier commands.
     """
     from paceline import report as presentation
-    from paceline.analysis.report import build
-    from paceline.campaign.run.controller import read_launches
-    from paceline.prediction import stored
-    from paceline.results import safe_text, store
+    from paceline.campaign.run.findings import report_of
 
     exporters = exporters_of(formats)
     for exporter in exporters:
         if hasattr(exporter, "check"):
             exporter.check(directory)
-    launches, unreadable = read_launches(directory)
-    records, earlier, _ = store.newest(launches)
-    title = safe_text.text(directory.resolve().name)
-    predictions = [row for one in (directory.parent, directory) for row in stored.read(one)]
-    report = build(
-        records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline, predictions=predictions
-    )
+    report = report_of(directory, costing, baseline)
     # Print before writing: a full disk must not hide the answer.
     tables = presentation.section_group(report)
     if tables is not None:
@@ -235,13 +237,7 @@ def _write(report: Report, exporters: Sequence[Exporter], source: Path) -> list[
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.served import verdicts
-    from paceline.analysis.training import memory, trust
-    from paceline.analysis.training.certificate import certify_all
-    from paceline.analysis.training.goodput import goodput
-    from paceline.launchers.node import clock_offsets
-    from paceline.report.tables import advice as advice_table
-    from paceline.report.tables.one_run import record_lines, served_lines
+    from paceline.campaign.run.findings import run_lines
     from paceline.results import safe_text, store
 
     if not (arguments.run / "spec.json").is_file():
@@ -254,23 +250,11 @@ def show(arguments: argparse.Namespace) -> int:
         print(safe_text.text(f"{arguments.run}: not finished (running or interrupted): {where}"))
         return SOME_FAILED
     try:
-        record = store.read_run(arguments.run)
+        lines = run_lines(arguments.run)
     except DamagedRunError as error:
         print(f"paceline: {safe_text.text(str(error))}. `paceline run` repeats it.", file=sys.stderr)
         return SOME_FAILED
-    group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
-    lines = [
-        *record_lines(record, certify_all(group).get(record.spec.run_id), trust.finding(record)),
-        *served_lines(verdicts.loads_of_run(record), verdicts.replicas_of_run(record)),
-    ]
-    offsets = clock_offsets.read(arguments.run)
-    lines += [f"  warning: {warning}" for warning in filter(None, map(clock_offsets.warning, offsets))]
-    if share := goodput(record):
-        lines.append(f"  {share.text}")
-    fitting = memory.advice(record)
-    lines += [f"  {line}" for line in (advice_table.lines(fitting) if fitting else ())]
-    for line in lines:
-        print(safe_text.text(line))
+    print("\n".join(lines))
     return OK
 
 
@@ -291,9 +275,8 @@ def logs(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.compare import folders
     from paceline.analysis.statistics.verdict import BETWEEN_DAYS
-    from paceline.campaign.run.controller import read_experiment
+    from paceline.campaign.run.findings import comparison_of
     from paceline.report import gate
     from paceline.report.exporters.json import plain
     from paceline.report.tables import comparison as table
@@ -304,12 +287,9 @@ def compare(arguments: argparse.Namespace) -> int:
         spread = gate.checked_percent(arguments.day_spread, "--day-spread") / 100
     if limit is not None:
         gate.checked_percent(limit)
-    (a, skipped_a), (b, skipped_b) = read_experiment(arguments.a), read_experiment(arguments.b)
-    comparison = folders.compare_experiments(
-        a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices, spread
-    )
+    comparison, skipped = comparison_of(arguments.a, arguments.b, arguments.across_devices, spread)
     regressions = () if limit is None else gate.regressions(comparison, limit)
-    skipped, answer = (*skipped_a, *skipped_b), table.sentence(comparison)
+    answer = table.sentence(comparison)
     if arguments.format == "json":
         document = {"schema": 1, "answer": answer, **plain(comparison)}
         _print_json(document | {"regressions": plain(regressions), "skipped": skipped})
@@ -358,38 +338,43 @@ def _could_catch(comparison: Between, limit: float) -> bool:
 
 
 def history(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.compare import history as over_time
-    from paceline.campaign.run.controller import read_launches
+    from paceline.campaign.run.findings import history_of
     from paceline.report.exporters.json import plain
     from paceline.report.tables import history as table
 
-    read = [read_launches(directory) for directory in arguments.directories]
-    launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
-    judged = over_time.judge(launches)
-    histories = over_time.analyse(judged.windows, fewest=1, asked=judged.asked)
-    answer = table.sentence(histories)
+    found = history_of(arguments.directories)
+    answer = table.sentence(found.series)
     if arguments.format == "json":
-        document = {"schema": 1, "answer": answer, "histories": plain(histories)}
-        _print_json(document | {"dropped": dict(judged.dropped), "skipped": skipped})
-        return OK
-    count, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories[:MOST_DIRECTORIES]))
-    if len(arguments.directories) > MOST_DIRECTORIES:
-        where += f" and {len(arguments.directories) - MOST_DIRECTORIES} more"
-    names = f"{count} launches in {where}; {judged.count} of them ok and certified."
-    # The most frequent reasons come first.
-    lines = [f"not counted: {count} launches, {reason}" for reason, count in judged.dropped.items()]
-    if len(lines) > MOST_REASONS:
-        lines[MOST_REASONS:] = [f"not counted: {len(lines) - MOST_REASONS} more reasons; see --format json"]
-    lines += [f"skipped: {text}" for text in skipped]
-    if arguments.format == "html":
+        document = {"schema": 1, "answer": answer, "histories": plain(found.series)}
+        _print_json(document | {"dropped": found.dropped, "skipped": list(found.skipped)})
+    elif arguments.format == "html":
         from paceline.report.exporters._other_pages import history_page
 
-        first = arguments.directories[0].resolve()
-        title = f"History of {first.name if len(arguments.directories) == 1 else first.parent.name}"
         print_plain(console(), answer)
-        _write_page(arguments.directories[0], "history.html", history_page(title, histories, names, lines))
-        return OK
-    _show(arguments.format, answer, names, table.tables(histories), lines)
+        page = history_page(found.title, found.series, found.names, found.lines)
+        _write_page(arguments.directories[0], "history.html", page)
+    else:
+        _show(arguments.format, answer, found.names, table.tables(found.series), found.lines)
+    return OK
+
+
+def ui(arguments: argparse.Namespace) -> int:
+    """Serve the pages until Ctrl-C."""
+    import signal
+    import webbrowser
+
+    from paceline.campaign.ui.library import Library
+    from paceline.campaign.ui.routes import App
+    from paceline.campaign.ui.server import serving
+
+    directory = arguments.directory or arguments.out
+    require_directory(directory)
+    with serving(App(Library(directory)), arguments.listen) as address:
+        print(f"{address}\nEnd it with Ctrl-C.", flush=True)
+        if arguments.open:
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
     return OK
 
 

@@ -27,19 +27,27 @@ OTHERS = "[job] "
 class GrowingFile:
     """Whole lines of a file that grows, and that a new attempt may empty or replace."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """last_bytes: skip what the file has before its last bytes now."""
         self._path, self._offset, self._inode, self._rest = path, 0, 0, b""
+        self._cut = False
+        with contextlib.suppress(FileNotFoundError):
+            state = path.stat()
+            if last_bytes is not None and state.st_size > last_bytes:
+                self._inode, self._offset, self._cut = state.st_ino, state.st_size - last_bytes, True
 
     def take(self, is_last: bool) -> Iterator[str]:
         """Yield the lines that were added. The last one may be incomplete."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             state = self._path.stat()
             if state.st_ino != self._inode or state.st_size < self._offset:
-                self._inode, self._offset, self._rest = state.st_ino, 0, b""
+                self._inode, self._offset, self._rest, self._cut = state.st_ino, 0, b"", False
             file.seek(self._offset)
             while piece := file.read(PIECE):
                 self._offset += len(piece)
                 *lines, self._rest = (self._rest + piece).split(b"\n")
+                if self._cut and lines:
+                    lines, self._cut = lines[1:], False  # the first line is incomplete
                 yield from (line.decode(errors="replace") for line in lines)
         if is_last and self._rest:
             yield self._rest.decode(errors="replace")
@@ -56,16 +64,21 @@ def check(run_dir: Path, rank: int | None) -> None:
 
 
 def read(
-    run_dir: Path, rank: int | None, follow: bool, notify: Callable[[str], None], has_reader: Callable[[], bool]
+    run_dir: Path,
+    rank: int | None,
+    follow: bool,
+    notify: Callable[[str], None],
+    has_reader: Callable[[], bool],
+    last_bytes: int | None = None,
 ) -> Iterator[str]:
     """Yield the lines of a run, each with its rank, and of one rank if given.
 
     follow: continue until the run ends, or until has_reader is false. notify gets sentences about the run itself: why
-    its job waits, how it ended, and where logs of earlier attempts are.
+    its job waits, how it ended, and where logs of earlier attempts are. last_bytes: begin so far before the end.
     """
     for earlier in sorted(run_dir.glob(f"{RESTARTS}/*/{LOG}")):
         notify(f"the log of an earlier attempt is in {earlier}")
-    file, state, looked_at = GrowingFile(run_dir / LOG), "", float("-inf")
+    file, state, looked_at = GrowingFile(run_dir / LOG, last_bytes), "", float("-inf")
     while True:
         # Looked up first, so that what is written before the end is still read.
         is_over = not follow or store.is_sealed(run_dir)

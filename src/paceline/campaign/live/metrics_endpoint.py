@@ -49,11 +49,11 @@ RUN_GAUGES = {
 }
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: str, option: str = "--serve", example: str = "127.0.0.1:9109") -> tuple[str, int]:
     """Host and port from HOST:PORT, with an IPv6 host in brackets; port 0 picks a free one."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/\s]+):(\d{1,5})", text)
     if match is None or int(match[2]) > 65535:
-        raise RequestError(f"--serve: got {text!r}, expected HOST:PORT, such as 127.0.0.1:9109.")
+        raise RequestError(f"{option}: got {text!r}, expected HOST:PORT, such as {example}.")
     return match[1].strip("[]"), int(match[2])
 
 
@@ -62,7 +62,7 @@ def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
     """Serve `page()` at /metrics in threads until the block ends; yields the address."""
     host, port = parse_address(address)
     token = os.environ.get(TOKEN, "")
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise RequestError(
             f"--serve: got {address!r}, which other hosts can reach, expected a loopback address, or a token in the "
             f"variable {TOKEN}. Prometheus sends it as `authorization: {{credentials: ...}}`."
@@ -83,7 +83,7 @@ def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
         thread.join(timeout=5)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -28,7 +28,7 @@ NONE = "none"
 # --- compare ---
 
 
-def compare_page(found: Between, lines: Sequence[str] = ()) -> str:
+def compare_page(found: Between, lines: Sequence[str] = (), above: str = "") -> str:
     """Two directories: how many cells changed, by how much, and what else differs between them."""
     answer = comparison.sentence(found)
     chart = changes_chart(found.changes)
@@ -43,7 +43,8 @@ def compare_page(found: Between, lines: Sequence[str] = ()) -> str:
     tables = [block(table.title, table, ()) for table in comparison.tables(found)]
     rest = (*comparison.lines(found), *lines)
     body = [*tables, folded("Notes", bullets(rest)) if rest else ""]
-    return _page(f"{Path(found.second).name} against {Path(found.first).name}", summary, [chart] if chart else [], body)
+    title = f"{Path(found.second).name} against {Path(found.first).name}"
+    return _page(title, summary, [chart] if chart else [], body, above)
 
 
 def changes_chart(changes: Sequence[Change]) -> Chart | None:
@@ -124,7 +125,9 @@ def _light(found: Between) -> Light:
 # --- history ---
 
 
-def history_page(title: str, found: Sequence[HistorySeries], names: str, lines: Iterable[str] = ()) -> str:
+def history_page(
+    title: str, found: Sequence[HistorySeries], names: str, lines: Iterable[str] = (), above: str = ""
+) -> str:
     """Cells over time: their levels, where these changed, and what changed with them."""
     answer = history.sentence(found)
     drawn = tuple(over_time(found))
@@ -151,7 +154,7 @@ def history_page(title: str, found: Sequence[HistorySeries], names: str, lines: 
     rest = "".join(figure(chart) for chart in drawn[1:])
     tables = [block(table.title, table, ()) for table in history.tables(found)]
     body = [*tables, f'<div class="charts scripted">{rest}</div>' if rest else ""]
-    return _page(title, summary, drawn, body)
+    return _page(title, summary, drawn, body, above)
 
 
 def _newest_change(found: Sequence[HistorySeries]) -> str:
@@ -178,7 +181,7 @@ def _newest(found: Sequence[HistorySeries]) -> str:
 # --- both ---
 
 
-def _page(title: str, summary: Summary, drawn: Sequence[Chart], body: Sequence[str]) -> str:
+def _page(title: str, summary: Summary, drawn: Sequence[Chart], body: Sequence[str], above: str) -> str:
     main = next((chart for chart in drawn if chart.name == summary.chart), None)
     header = (
         f'<header><div class="top"><h1>{escape(title)}</h1>'
@@ -186,4 +189,4 @@ def _page(title: str, summary: Summary, drawn: Sequence[Chart], body: Sequence[s
         f"{first_screen(summary, main, '', '')}</header>"
     )
     parts = "".join(f"<section>{part}</section>" for part in body if part)
-    return page(title, f"{header}\n{parts}\n<footer>Brackets are 95 % intervals.</footer>", chart_data(drawn))
+    return page(title, f"{header}\n{parts}\n<footer>Brackets are 95 % intervals.</footer>", chart_data(drawn), above)

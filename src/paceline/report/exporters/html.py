@@ -53,7 +53,7 @@ PAGE = Template("""<!doctype html>
 <style>$style</style>
 </head>
 <body>
-<main>
+$above<main>
 $body
 </main>
 <script type="application/json" id="data">$data</script>
@@ -67,14 +67,17 @@ def export(report: Report, directory: Path) -> list[Path]:
     return [write_atomically(directory / "report.html", text(report))]
 
 
-def text(report: Report) -> str:
-    """The whole page. Only its own scripts may run, identified by their hashes; nothing may be loaded."""
+def text(report: Report, above: str = "") -> str:
+    """The whole page. Only its own scripts may run, identified by their hashes; nothing may be loaded.
+
+    above: HTML before the page, such as links to others.
+    """
     found = charts(report)
     body = "\n".join(part for part in _parts(report, found) if part)
-    return page(report.title, body, _data(report, found))
+    return page(report.title, body, _data(report, found), above)
 
 
-def page(title: str, body: str, data: str) -> str:
+def page(title: str, body: str, data: str, above: str = "") -> str:
     """A page of this body with the data of its charts."""
     sources = [asset(name) for name in SCRIPTS]
     hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
@@ -84,6 +87,7 @@ def page(title: str, body: str, data: str) -> str:
         "base-uri 'none'; form-action 'none'",
         title=escape(f"{title}: Paceline report"),
         style=asset("page.css"),
+        above=above,
         body=body,
         data=data,
         scripts="\n".join(f"<script>{source}</script>" for source in sources),

@@ -142,7 +142,7 @@
     const keys = new Map(rows.map(row => [row, sortKey(row.cells[index])]));
     rows.sort((one, other) => {
       const [a, b] = [keys.get(one), keys.get(other)];
-      return a[0] !== b[0] ? a[0] - b[0] : d3.ascending(a[1], b[1]) * (up ? 1 : -1);
+      return a[0] !== b[0] ? a[0] - b[0] : ((a[1] > b[1]) - (a[1] < b[1])) * (up ? 1 : -1);
     });
     for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
     head.ariaSort = up ? "ascending" : "descending";
@@ -393,8 +393,9 @@
   }
 
   pickable();
-  $$("table").forEach(cards);
-  $$("table").forEach(sortable);
+  const dress = table => { cards(table); sortable(table); };
+  $$("table").forEach(dress);
+  globalThis.Paceline = { dress }; // for scripts that add tables later
   filterBar();
   figures.forEach(figure => watcher.observe(figure.place));
   apply();
