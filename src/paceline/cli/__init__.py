@@ -13,7 +13,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__
-from paceline.cli import archives, cluster, experiments, machines, predictions, results, schedules, scripts, serving
+from paceline.cli import (
+    archives,
+    choices,
+    cluster,
+    experiments,
+    machines,
+    predictions,
+    results,
+    schedules,
+    scripts,
+    serving,
+)
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output, storage_advice
 from paceline.errors import PacelineError
 from paceline.results import safe_text
@@ -92,7 +103,18 @@ def parser() -> Parser:
 
     root.set_defaults(call=print_help)
     verbs = root.add_subparsers(metavar="VERB", parser_class=Parser)
-    for module in (experiments, scripts, predictions, results, archives, machines, cluster, schedules, serving):
+    for module in (
+        experiments,
+        scripts,
+        predictions,
+        choices,
+        results,
+        archives,
+        machines,
+        cluster,
+        schedules,
+        serving,
+    ):
         module.add_verbs(verbs)
     root.groups = {title: {name: verbs.choices[name].summary for name in names} for title, names in GROUPS.items()}
     return root

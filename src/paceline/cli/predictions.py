@@ -1,11 +1,10 @@
-"""Verbs that answer before anything runs: predict one layout, choose among all."""
+"""The verb that answers before anything runs: predict one layout, and score what was predicted."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,51 +13,36 @@ from paceline.cli.verbs import OK, Parser, add_list_option, add_out_option, add_
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:
-    from paceline.prediction.choosing import Decision, Halved
+    from paceline.campaign.run.measured_setups import Known
     from paceline.prediction.layouts import Ranked
-    from paceline.prediction.offsets import Anchor, Observation
     from paceline.prediction.predict import Prediction
     from paceline.prediction.setup import Setup
 
 MOST_LAYOUTS = 12
 MOST_PAIRS = 60
+# A rehearsal of a model with 32 layers takes about this long on one free core.
+REHEARSAL_S = 20.0
 
 
 def add_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "predict", predict, "predict step time, memory and cost, with a 90 % interval")
-    _add_question(verb)
+    add_question(verb)
     verb.add_argument(
         "--layout", default="", metavar="TEXT", help="dp=32,tp=8,zero3 ..., or `all` (default: what fits)"
     )
     verb.add_argument(
         "--up-to", type=int, metavar="N", help="also at every doubling up to N GPUs, with equal work on each"
     )
-    _add_serving(verb)
+    add_serving(verb)
     verb.add_argument(
         "--score", type=Path, metavar="PATH", help="score stored predictions of a results directory, or a CSV"
     )
     verb.add_argument("--save", action="store_true", help="add the prediction to DIR/predictions.jsonl of --out")
     add_out_option(verb, "results directory of --save")
     verb.add_argument("--json", action="store_true", help="print JSON")
-    _add_choose(verbs)
 
 
-def _add_choose(verbs: Any) -> None:
-    verb = add_verb(
-        verbs, "choose", choose, "rank all layouts of a model by predicted time or cost, and measure the few close ones"
-    )
-    _add_question(verb, several=True)
-    _add_serving(verb)
-    verb.add_argument("--by", choices=("cost", "time"), default="cost", help="what to minimise (default: cost)")
-    verb.add_argument("--deadline", metavar="TIME", help="the most time for --tokens: 90m, 36h, 3d")
-    verb.add_argument("--budget", type=float, metavar="USD", help="the most USD for --tokens")
-    verb.add_argument("--measure", action="store_true", help="run the proposed layouts until the choice is clear")
-    verb.add_argument("--launcher", metavar="NAME|FILE", help="where --measure runs, as in `paceline run`")
-    add_out_option(verb, "where experiment files and measured runs go")
-    verb.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_serving(verb: Parser) -> None:
+def add_serving(verb: Parser) -> None:
     verb.add_argument(
         "--serving", metavar="IN/OUT", help="serve instead of train: tokens of prompt and answer, 1000/200"
     )
@@ -66,7 +50,7 @@ def _add_serving(verb: Parser) -> None:
     verb.add_argument("--tpot", type=float, metavar="S", help="with --serving: the most seconds per further token")
 
 
-def _add_question(verb: Parser, *, several: bool = False) -> None:
+def add_question(verb: Parser, *, several: bool = False) -> None:
     """What is trained, on what, and what was measured before. several: GPUs and their numbers may be lists."""
     verb.add_argument(
         "--model", metavar="NAME", help="a name from `paceline list models`, or a directory with config.json"
@@ -95,6 +79,13 @@ def _add_question(verb: Parser, *, several: bool = False) -> None:
     verb.add_argument(
         "--price", metavar="P", help="USD per GPU-hour, a name from `paceline list prices`, or a .toml file"
     )
+    verb.add_argument(
+        "--rehearse",
+        type=float,
+        default=REHEARSAL_S,
+        metavar="S",
+        help=f"seconds that a rehearsal of the memory may take, 0 for arithmetic only (default: {REHEARSAL_S:g})",
+    )
     add_list_option(
         verb, "--anchor", "PATH", "measured runs of this cluster: a results directory or a CSV; may be repeated"
     )
@@ -104,6 +95,8 @@ def _add_question(verb: Parser, *, several: bool = False) -> None:
 
 
 def predict(arguments: argparse.Namespace) -> int:
+    from paceline.campaign.run.measured_setups import read_known
+    from paceline.campaign.run.rehearsed import rehearse
     from paceline.prediction import scaling, stored
     from paceline.prediction.predict import next_measurement, worth
     from paceline.prediction.predict import predict as predicted
@@ -115,16 +108,18 @@ def predict(arguments: argparse.Namespace) -> int:
     if _without_speed(arguments):
         return OK
     if arguments.serving is not None:
-        return _serving(arguments)
-    anchors, observations = _measured(arguments.anchor)
-    tokens, usd = _tokens(arguments), _usd(arguments)
+        return serving_options(arguments)
+    known = read_known(arguments.anchor)
+    anchors, observations = known.anchors, known.observations
+    tokens, usd = tokens_of(arguments), usd_of(arguments)
     if arguments.layout == "all":
-        return _all_layouts(arguments, anchors, observations)
-    one = predicted([_setup(arguments)], anchors, observations)[0]
+        return _all_layouts(arguments, known)
+    one = predicted([setup_from(arguments, known)], anchors, observations)[0]
     if arguments.save:
         stored.append(arguments.out, [stored.to_dict(one, tokens, usd)], time.time())
     if arguments.json:
-        print(json.dumps(stored.to_dict(one, tokens, usd), indent=2))
+        memory = rehearse(arguments.model, one.setup, arguments.rehearse)
+        print(json.dumps({**stored.to_dict(one, tokens, usd), **memory.to_dict()}, indent=2))
         return OK
     screen = console()
     if arguments.up_to is not None:
@@ -132,8 +127,10 @@ def predict(arguments: argparse.Namespace) -> int:
         screen.print(Fitted(tables.scaled(grown)))
         print_hanging(screen, scaling.limit_text(grown), 2)
         return OK
-    for table in (tables.summary(one, tokens, usd), tables.time_parts(one), tables.memory_parts(one)):
+    for table in (tables.summary(one, tokens, usd), tables.time_parts(one)):
         screen.print(Fitted(table))
+    memory = rehearse(arguments.model, one.setup, arguments.rehearse)
+    screen.print(Fitted(tables.memory_parts(one, memory.components, memory.reason)))
     if anchors or observations:
         screen.print(Fitted(tables.narrowing(worth(one.setup, anchors, observations))))
     screen.print(Fitted(tables.suggestions(next_measurement(one.setup, anchors, observations)[:4])))
@@ -150,6 +147,8 @@ def _without_speed(arguments: argparse.Namespace) -> bool:
 
     for name in ("model", "gpu"):
         require(bool(getattr(arguments, name)), f"--{name}", getattr(arguments, name), "a name")
+    if arguments.gpu.casefold() == hardware.CPU:
+        return False
     try:
         hardware.accelerator(arguments.gpu)
     except RequestError as unknown:
@@ -162,13 +161,13 @@ def _without_speed(arguments: argparse.Namespace) -> bool:
     return False
 
 
-def _all_layouts(arguments: argparse.Namespace, anchors: Sequence[Anchor], observations: Sequence[Observation]) -> int:
+def _all_layouts(arguments: argparse.Namespace, known: Known) -> int:
     from paceline.prediction import stored
     from paceline.report.tables import predictions as tables
     from paceline.report.terminal import Fitted
 
-    ranked = ranked_layouts(arguments, anchors, observations)
-    tokens, usd = _tokens(arguments), _usd(arguments)
+    ranked = ranked_layouts(arguments, known)
+    tokens, usd = tokens_of(arguments), usd_of(arguments)
     if arguments.save:
         stored.append(arguments.out, [stored.to_dict(one, tokens, usd) for one in ranked.all], time.time())
     if arguments.json:
@@ -185,13 +184,14 @@ def worded(ranked: Ranked) -> list[tuple[str, Prediction]]:
     return [*words, *(("slower", one) for one in ranked.rest)][:MOST_LAYOUTS]
 
 
-def ranked_layouts(
-    arguments: argparse.Namespace, anchors: Sequence[Anchor], observations: Sequence[Observation]
-) -> Ranked:
+def ranked_layouts(arguments: argparse.Namespace, known: Known) -> Ranked:
     from paceline.prediction import layouts
 
-    base = _setup(arguments, whole=True)
-    found = layouts.rank(list(layouts.enumerate_layouts(base, int(base.global_batch))), anchors, observations)
+    base = setup_from(arguments, known, whole=True)
+    tried = list(
+        layouts.enumerate_layouts(base, int(base.global_batch), arguments.micro_batch, arguments.checkpointing)
+    )
+    found = layouts.rank(tried, known.anchors, known.observations)
     if found is None:
         raise RequestError(
             f"--gpus: got {base.gpus} x {base.gpu.gpu}, expected enough memory for {base.shape.name}. No layout fits: "
@@ -200,7 +200,7 @@ def ranked_layouts(
     return found
 
 
-def _setup(arguments: argparse.Namespace, *, whole: bool = False) -> Setup:
+def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = False) -> Setup:
     """The setup of the command line; whole: one data-parallel rank per GPU, from which layouts are enumerated."""
     from paceline.prediction.predict import parse_layout, setup_of
 
@@ -211,7 +211,7 @@ def _setup(arguments: argparse.Namespace, *, whole: bool = False) -> Setup:
         batch = None
     one = setup_of(
         arguments.model,
-        arguments.gpu,
+        known.accelerator(arguments.gpu),
         arguments.gpus,
         sequence_length=arguments.seq,
         global_batch=batch,
@@ -228,16 +228,16 @@ def _setup(arguments: argparse.Namespace, *, whole: bool = False) -> Setup:
     return one
 
 
-def _tokens(arguments: argparse.Namespace) -> float | None:
+def tokens_of(arguments: argparse.Namespace) -> float | None:
     return None if arguments.tokens is None else float(token_count(arguments.tokens))
 
 
-def _usd(arguments: argparse.Namespace) -> float | None:
+def usd_of(arguments: argparse.Namespace) -> float | None:
     """The price of one GPU-hour: as given, else the cheapest on-demand price in the table; None if there is none."""
     from paceline.host import prices
     from paceline.prediction import hardware
 
-    if arguments.gpu is None:
+    if arguments.gpu is None or arguments.gpu.casefold() == hardware.CPU:
         return None
     name = hardware.accelerator(arguments.gpu).gpu
     offers = prices.chosen(arguments.price) if arguments.price else prices.table()
@@ -245,41 +245,10 @@ def _usd(arguments: argparse.Namespace) -> float | None:
     return min(known) if known else None
 
 
-def _measured(paths: Sequence[str]) -> tuple[list[Anchor], list[Observation]]:
-    """Anchors and observations of results directories and CSV tables."""
-    from paceline.campaign.run.controller import read_launches
-    from paceline.prediction import published, runs
-    from paceline.prediction.offsets import Anchor
-
-    anchors: list[Anchor] = []
-    observations: list[Observation] = []
-    for text in paths:
-        path = Path(text)
-        if path.suffix == ".csv" and path.is_file():
-            anchors += [Anchor(row.setup, row.step_s, row.row_id or row.source) for row in published.read(path)]
-            continue
-        if not path.is_dir():
-            raise RequestError(f"--anchor: got {text!r}, expected a results directory or a CSV file.")
-        records = [record for one in _with_runs(path) for record in read_launches(one)[0]]
-        anchors += runs.anchors(records)
-        observations += runs.observations(records)
-    if paths and not anchors and not observations:
-        raise RequestError(
-            f"--anchor: got {', '.join(paths)}, expected a successful training, fabric or compute run on a known GPU."
-        )
-    return anchors, observations
-
-
-def _with_runs(path: Path) -> list[Path]:
-    """The directories at or below this one that hold runs."""
-    found = {status.parent.parent for status in path.rglob("status.json")}
-    return sorted(found)
-
-
 # --- serving ---
 
 
-def _serving(arguments: argparse.Namespace) -> int:
+def serving_options(arguments: argparse.Namespace) -> int:
     """Replicas against tensor parallelism on each kind and number of GPUs, under limits on TTFT and TPOT."""
     from paceline.experiment.choices import Choice
     from paceline.models import arithmetic
@@ -293,8 +262,8 @@ def _serving(arguments: argparse.Namespace) -> int:
     kinds = serving.WEIGHT_BYTES
     require(arguments.precision in kinds, "--precision", arguments.precision, ", ".join(kinds))
     found = []
-    for gpu in _words(arguments.gpu):
-        for gpus in _words(str(arguments.gpus)):
+    for gpu in words_of(arguments.gpu):
+        for gpus in words_of(str(arguments.gpus)):
             require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
             base = serving.Served(
                 shape=arithmetic.load(Choice.parse(arguments.model)),
@@ -316,142 +285,9 @@ def _serving(arguments: argparse.Namespace) -> int:
     return OK
 
 
-# --- choose ---
-
-
-def choose(arguments: argparse.Namespace) -> int:
-    """Enumerate, drop what does not fit, rank, group what may be equal, and say which few runs would decide."""
-    from paceline.prediction import stored
-    from paceline.report.tables import choices
-    from paceline.report.terminal import Fitted
-
-    if arguments.serving is not None:
-        return _serving(arguments)
-    anchors, observations = _measured(arguments.anchor)
-    decision = _decision(arguments, anchors, observations)
-    files = _write_files(arguments, decision)
-    stored.append(
-        arguments.out, [stored.to_dict(one.prediction) for one in decision.options[:MOST_LAYOUTS]], time.time()
-    )
-    halved = None
-    if arguments.measure and decision.best is not None:
-        halved = _measure(arguments, decision)
-        if halved.anchors:
-            decision = _decision(arguments, [*anchors, *halved.anchors], observations)
-    if arguments.json:
-        print(json.dumps(choices.to_dict(decision, halved, files), indent=2))
-        return OK
-    screen = console()
-    for table in choices.tables(decision):
-        screen.print(Fitted(table))
-    for line in choices.lines(decision, halved, files):
-        print_hanging(screen, line, 2)
-    return OK
-
-
-def _decision(
-    arguments: argparse.Namespace, anchors: Sequence[Anchor], observations: Sequence[Observation]
-) -> Decision:
-    from paceline.prediction import choosing, layouts
-
-    limits = choosing.Limits(tokens=_tokens(arguments), deadline_s=_deadline(arguments), budget_usd=arguments.budget)
-    if (limits.deadline_s or limits.budget_usd) and limits.tokens is None:
-        raise RequestError("--deadline and --budget: got no --tokens, expected how many tokens to train, such as 2B.")
-    options: list[choosing.Option] = []
-    enumerated = fitting = 0
-    for method in _words(arguments.method):
-        for gpu in _words(arguments.gpu):
-            for gpus in _words(arguments.gpus):
-                require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
-                one = argparse.Namespace(**{**vars(arguments), "gpu": gpu, "gpus": int(gpus), "method": method})
-                base = _setup(one, whole=True)
-                tried = list(layouts.enumerate_layouts(base, int(base.global_batch)))
-                ranked = layouts.rank(tried, anchors, observations)
-                enumerated += len(tried)
-                if ranked is not None:
-                    fitting += ranked.fitting
-                    usd = _usd(one)
-                    options += [choosing.Option(prediction=p, usd_per_gpu_hour=usd) for p in ranked.all]
-    if not options:
-        raise RequestError(
-            f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough memory for {arguments.model}. No layout "
-            "fits: use more GPUs, --method qlora, or a shorter --seq."
-        )
-    return choosing.decide(options, limits, arguments.by, enumerated, fitting)
-
-
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """The words of an option with several values."""
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _deadline(arguments: argparse.Namespace) -> float | None:
-    from paceline.campaign.run.stopping import parse_budget
-
-    text = arguments.deadline
-    if text is None:
-        return None
-    if text.endswith("d"):
-        require(text[:-1].replace(".", "", 1).isdigit(), "--deadline", text, "a time such as 90m, 36h or 3d")
-        return float(text[:-1]) * 86400
-    return float(parse_budget(text))
-
-
-def _write_files(arguments: argparse.Namespace, decision: Decision) -> list[Path]:
-    """Experiment files of the proposed layouts, for those that Paceline can run itself."""
-    import yaml
-
-    from paceline.prediction import experiment_file
-
-    proposed = decision.to_measure or decision.options[:1]
-    written = []
-    for option in proposed:
-        one = option.prediction.setup
-        if experiment_file.runnable(one) is None:
-            name = f"choose-{one.gpus}x-{one.layout.replace('=', '').replace(',', '-')}"
-            path = arguments.out / f"{name}.yaml"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            document = experiment_file.document(arguments.model, [one], name, 40)
-            path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-            written.append(path)
-    return written
-
-
-def _measure(arguments: argparse.Namespace, decision: Decision) -> Halved:
-    """Run the proposed layouts that Paceline can run, by successive halving, through the launcher."""
-    from paceline.prediction import choosing, experiment_file
-
-    proposed = [one.prediction.setup for one in (decision.to_measure or decision.options[:1])]
-    runnable = [one for one in proposed if experiment_file.runnable(one) is None]
-    if not runnable:
-        reason = experiment_file.runnable(proposed[0])
-        raise RequestError(f"--measure: got {proposed[0].layout}, expected a layout that Paceline runs. {reason}.")
-    return choosing.halve(runnable, lambda setups, steps: _run_setups(arguments, setups, steps))
-
-
-def _run_setups(arguments: argparse.Namespace, setups: Sequence[Setup], steps: int) -> list[tuple[Setup, float, float]]:
-    """Measured step times of those setups that ended ok."""
-    import yaml
-
-    from paceline.campaign.live import display
-    from paceline.campaign.run.controller import campaign, interruptible, load_own, read_launches
-    from paceline.prediction import experiment_file, runs, stored
-
-    name = f"choose-{steps}"
-    path = arguments.out / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(experiment_file.document(arguments.model, setups, name, steps)), encoding="utf-8")
-    specs = load_own(str(path), launcher=arguments.launcher)
-    observer = display.observer_for(console())
-    try:
-        interruptible(lambda: campaign(specs, arguments.out, observer))
-    finally:
-        observer.close()
-    wanted = {stored.key(one): one for one in setups}
-    found = []
-    for record in read_launches(arguments.out / name)[0]:
-        one = runs.measured(record)
-        if one is not None and stored.key(one.setup) in wanted:
-            found.append((wanted[stored.key(one.setup)], one.step_s, max(one.sd, 0.01)))
-    return found
 
 
 # --- score ---
@@ -459,22 +295,21 @@ def _run_setups(arguments: argparse.Namespace, setups: Sequence[Setup], steps: i
 
 def _score(arguments: argparse.Namespace) -> int:
     """How right predictions were: of stored ones that were measured since, or of the rows of a table."""
+    from paceline.campaign.run.measured_setups import directories_with_runs, read_below, read_known
     from paceline.prediction import scoring
     from paceline.report.tables import predicted
     from paceline.report.terminal import Fitted
 
     path = arguments.score
-    anchors, observations = _measured(arguments.anchor)
+    known = read_known(arguments.anchor)
     if path.suffix == ".csv" and path.is_file():
-        found = scoring.score_table(path, anchors, observations)
+        found = scoring.score_table(path, known.anchors, known.observations)
     else:
         require(path.is_dir(), "--score", str(path), "a results directory or a CSV file")
-        from paceline.campaign.run.controller import read_launches
         from paceline.prediction import stored
 
-        records = [record for one in _with_runs(path) for record in read_launches(one)[0]]
-        rows = [row for one in {path, *_with_runs(path)} for row in stored.read(one)]
-        found = scoring.score_runs(rows, records)
+        rows = [row for one in {path, *directories_with_runs(path)} for row in stored.read(one)]
+        found = scoring.score_runs(rows, read_below(path))
     if arguments.json:
         print(json.dumps(scoring.to_dict(found), indent=2))
         return OK

@@ -126,7 +126,7 @@ def print_checks(checks: Sequence[Any]) -> None:
         print(f"{MARKS[check.ok]} {check.name}: {check.text}{fix}", flush=True)
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """A console that keeps silent once the reader of its output has left, so that the verb finishes its work."""
     from rich.console import Console
 
@@ -134,7 +134,7 @@ def console() -> Console:
         def on_broken_pipe(self) -> None:
             discard_output()
 
-    return PipedConsole()
+    return PipedConsole(stderr=stderr)
 
 
 def storage_advice(error: OSError) -> str | None:

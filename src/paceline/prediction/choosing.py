@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from paceline.prediction import stored
 from paceline.prediction.layouts import is_close
 from paceline.prediction.offsets import NORMAL_90, Anchor
 from paceline.prediction.predict import MEASURING_S, Prediction, predict
-from paceline.prediction.setup import Setup
+from paceline.prediction.setup import SHARDS, Setup
 
 # Runs that are proposed at once; more cost more than they tell.
 MOST_RUNS = 4
@@ -97,17 +97,23 @@ class Decision:
 
 def objective(option: Option, by: str) -> float:
     """What is minimised: GPU-seconds or USD per token, or seconds per token."""
-    one = option.prediction
-    seconds = one.step_s / one.setup.tokens_per_step
-    if by == "time":
-        return seconds
-    return seconds * one.setup.gpus * (option.usd_per_gpu_hour if option.usd_per_gpu_hour is not None else 1.0)
+    return cost_per_token(option.prediction.setup, option.prediction.step_s, option.usd_per_gpu_hour, by)
+
+
+def cost_per_token(one: Setup, step_s: float, usd_per_gpu_hour: float | None, by: str) -> float:
+    """Seconds per token by time; by cost times the GPUs, and times their price where it is known."""
+    seconds = step_s / one.tokens_per_step
+    return seconds if by == "time" else seconds * one.gpus * (1.0 if usd_per_gpu_hour is None else usd_per_gpu_hour)
 
 
 def decide(options: Sequence[Option], limits: Limits, by: str, enumerated: int, fitting: int) -> Decision:
     """Rank the options that meet the limits by time or cost."""
     meeting = sorted((one for one in options if one.misses(limits) is None), key=lambda one: objective(one, by))
     refused = tuple((one, why) for one in options if (why := one.misses(limits)) is not None)
+    # Of options that are predicted equal the simplest comes first.
+    same = [one for one in meeting if objective(one, by) <= objective(meeting[0], by) * (1 + EQUAL / 2)]
+    if simplest := min(same, key=_complexity, default=None):
+        meeting = [simplest, *(one for one in meeting if one is not simplest)]
     best, others = (meeting[0], meeting[1:]) if meeting else (None, [])
     close = tuple(one for one in others if best is not None and _may_equal(best, one, by))
     return Decision(
@@ -119,6 +125,19 @@ def decide(options: Sequence[Option], limits: Limits, by: str, enumerated: int, 
         enumerated=enumerated,
         fitting=fitting,
     )
+
+
+def _complexity(option: Option) -> tuple[int, ...]:
+    """How much there is to set up: offload, splits of the model, sharding."""
+    s = option.prediction.setup
+    return int(s.offload), s.tp * s.pp * s.cp, SHARDS.index(s.shard)
+
+
+def without(decision: Decision, option: Option, why: str) -> Decision:
+    """The decision without an option that turned out to be none."""
+    left = [one for one in decision.options if one is not option]
+    found = decide(left, decision.limits, decision.by, decision.enumerated, decision.fitting)
+    return replace(found, refused=(*decision.refused, (option, why)))
 
 
 def _may_equal(best: Option, other: Option, by: str) -> bool:
@@ -142,11 +161,28 @@ def measuring_minutes(option: Option, steps: int = sum(ROUNDS)) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A setup that was run. sd: of the logarithm of its step time. run: its identifier."""
+
+    setup: Setup
+    step_s: float
+    sd: float
+    run: str
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.step_s / self.setup.tokens_per_step
+
+    def anchor(self) -> Anchor:
+        return Anchor(self.setup, self.step_s, self.run, self.sd)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Round:
-    """One round: the steps of each run, and the measured step time of each setup that took part."""
+    """One round: the steps of each run, what was measured, fastest first, and which setups stay."""
 
     steps: int
-    measured: tuple[tuple[Setup, float], ...]
+    measured: tuple[Timed, ...]
     kept: tuple[Setup, ...]
 
 
@@ -154,51 +190,107 @@ class Round:
 class Halved:
     """What measuring decided. equal: setups that the last round could not tell apart by more than EQUAL."""
 
-    rounds: tuple[Round, ...]
-    best: Setup | None
-    equal: tuple[Setup, ...]
-    anchors: tuple[Anchor, ...] = field(default=())
-    failed: tuple[Setup, ...] = field(default=())
+    rounds: tuple[Round, ...] = ()
+    best: Setup | None = None
+    equal: tuple[Setup, ...] = ()
+    failed: tuple[Setup, ...] = ()
+
+    @property
+    def longest(self) -> dict[str, Timed]:
+        """The longest run of each setup that was measured, by its key."""
+        return {stored.key(one.setup): one for each in self.rounds for one in each.measured}
+
+    @property
+    def anchors(self) -> list[Anchor]:
+        return [one.anchor() for one in self.longest.values()]
 
 
-Measure = Callable[[Sequence[Setup], int], Sequence[tuple[Setup, float, float]]]
+Measure = Callable[[Sequence[Setup], int], Sequence[Timed]]
 
 
-def halve(candidates: Sequence[Setup], measure: Measure, anchors: Sequence[Anchor] = ()) -> Halved:
-    """Measure until the choice is clear. measure(setups, steps) gives setup, step time and sd of its
-    logarithm of those that ran.
+def halve(
+    candidates: Sequence[Setup],
+    measure: Measure,
+    cost: Callable[[Timed], float] | None = None,
+    before: Halved | None = None,
+) -> Halved:
+    """Measure until the choice is clear. measure(setups, steps) gives those that ran and may be trusted.
 
-    A setup that did not run is out. Seconds per token decide, so setups may have different batches.
+    A setup that did not run is out. Cost decides: seconds per token unless given, so setups may have different batches.
+    before: earlier rounds, which the result keeps.
     """
-    left, known = list(candidates), list(anchors)
-    rounds: list[Round] = []
-    failed: list[Setup] = []
+    left, cost_of = list(candidates), cost or (lambda one: one.seconds_per_token)
+    rounds: list[Round] = [] if before is None else list(before.rounds)
+    failed: list[Setup] = [] if before is None else list(before.failed)
     equal: list[Setup] = []
     for steps in ROUNDS:
-        results = {stored.key(one): (one, step_s, sd) for one, step_s, sd in measure(left, steps)}
-        failed += [one for one in left if stored.key(one) not in results]
-        if not results:
-            return Halved(rounds=tuple(rounds), best=None, equal=(), anchors=tuple(known), failed=tuple(failed))
-        known += [Anchor(one, step_s, one.layout, sd) for one, step_s, sd in results.values()]
-        ordered = sorted(results.values(), key=lambda r: r[1] / r[0].tokens_per_step)
-        first, fastest, first_sd = ordered[0]
-        kept = [first]
-        equal = []
-        for one, step_s, sd in ordered[1:]:
-            slower = math.log(step_s / one.tokens_per_step) - math.log(fastest / first.tokens_per_step)
-            if slower - NORMAL_90 * math.hypot(sd, first_sd) <= 0 or slower < EQUAL:
-                kept.append(one)
-                equal += [one] if slower < EQUAL else []
+        ordered = sorted(measure(left, steps), key=cost_of)
+        ran = {stored.key(one.setup) for one in ordered}
+        failed += [one for one in left if stored.key(one) not in ran]
+        if not ordered:
+            return Halved(rounds=tuple(rounds), best=None, equal=(), failed=tuple(failed))
+        first, *others = ordered
+        kept, equal = [first.setup], []
+        for one in others:
+            slower = math.log(cost_of(one) / cost_of(first))
+            if slower - NORMAL_90 * math.hypot(one.sd, first.sd) <= 0 or slower < EQUAL:
+                kept.append(one.setup)
+                equal += [one.setup] if slower < EQUAL else []
         # At most half of those that took part stay, unless they are equal.
         kept = kept[: max(math.ceil(len(ordered) / 2), 1 + len(equal))]
-        measured = tuple((one, step_s) for one, step_s, _ in ordered)
-        rounds.append(Round(steps=steps, measured=measured, kept=tuple(kept)))
+        rounds.append(Round(steps=steps, measured=tuple(ordered), kept=tuple(kept)))
         left = kept
         if len(left) == 1 or len(left) == 1 + len(equal):
             break
-    return Halved(rounds=tuple(rounds), best=left[0], equal=tuple(equal), anchors=tuple(known), failed=tuple(failed))
+    return Halved(rounds=tuple(rounds), best=left[0], equal=tuple(equal), failed=tuple(failed))
 
 
-def after(option: Option, anchors: Sequence[Anchor]) -> Prediction:
-    """The prediction of an option once runs have been measured."""
-    return predict([option.prediction.setup], anchors)[0]
+def with_measured(decision: Decision, halved: Halved) -> Decision:
+    """The decision after measuring: what was run has its measured time, and the best of it comes first.
+
+    decision: predictions that already know the runs. What did not run is no option any more. Other variants of a layout
+    stay options if they are predicted to be better than its measured one.
+    """
+    timed, failed = halved.longest, {stored.key(one) for one in halved.failed}
+    prices = {one.prediction.setup.gpus: one.usd_per_gpu_hour for one in decision.options}
+    found = [_timed_option(one, prices.get(one.setup.gpus), halved.anchors) for one in timed.values()]
+    by_layout = {(one.prediction.setup.gpus, one.prediction.setup.layout): objective(one, decision.by) for one in found}
+    for option in decision.options:
+        s = option.prediction.setup
+        if stored.key(s) in timed or stored.key(s) in failed:
+            continue
+        if objective(option, decision.by) < by_layout.get((s.gpus, s.layout), math.inf):
+            found.append(option)
+    best = None if halved.best is None else stored.key(halved.best)
+    found.sort(key=lambda one: (stored.key(one.prediction.setup) != best, objective(one, decision.by)))
+    equal = {stored.key(one) for one in halved.equal}
+    # Not run, but predicted as good as the best was measured: Paceline cannot run it, or it was no candidate.
+    close = [
+        one
+        for one in found[1:]
+        if stored.key(one.prediction.setup) in equal
+        or (stored.key(one.prediction.setup) not in timed and _may_equal(found[0], one, decision.by))
+    ]
+    return replace(decision, options=tuple(found), close=tuple(close))
+
+
+def _timed_option(timed: Timed, usd_per_gpu_hour: float | None, anchors: Sequence[Anchor]) -> Option:
+    one, spread = predict([timed.setup], anchors)[0], math.exp(NORMAL_90 * timed.sd)
+    measured = replace(
+        one,
+        step_s=timed.step_s,
+        low_s=timed.step_s / spread,
+        high_s=timed.step_s * spread,
+        parts={name: seconds * timed.step_s / one.step_s for name, seconds in one.parts.items()},
+        measured_by=timed.run,
+    )
+    return Option(prediction=measured, usd_per_gpu_hour=usd_per_gpu_hour)
+
+
+def rivals(decision: Decision, halved: Halved) -> list[Setup]:
+    """Setups that were not run, but which the predictions now expect to beat the best of those that were."""
+    known = set(halved.longest) | {stored.key(one) for one in halved.failed}
+    after = with_measured(decision, halved)
+    fresh = [one for one in after.options[1:] if stored.key(one.prediction.setup) not in known]
+    limit = objective(after.options[0], decision.by) * math.exp(-EQUAL) if after.options else 0.0
+    return [one.prediction.setup for one in fresh if objective(one, decision.by) < limit][:MOST_RUNS]

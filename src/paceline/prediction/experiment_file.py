@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.prediction.hardware import CPU
 from paceline.prediction.predict import ADAPTER_RANK
 from paceline.prediction.setup import Setup
 
@@ -26,6 +27,8 @@ def runnable(one: Setup) -> str | None:
 
 def strategy(one: Setup) -> str:
     """The strategy of Paceline that does what the setup says, with its options."""
+    if one.offload:
+        return f"zero:stage={one.shard.removeprefix('zero')},offload=cpu"
     if one.gpus == 1:
         return "single"
     if all(getattr(one, name) == 1 for name in _DEGREES):
@@ -36,19 +39,26 @@ def strategy(one: Setup) -> str:
     return f"mesh:{','.join(options)}"
 
 
+def method_suffix(one: Setup) -> str:
+    """What the name of an experiment adds for adapters: setups of one experiment are trained by one method."""
+    return "-qlora" if one.quantised else "-lora" if one.has_adapters else ""
+
+
 def document(model: str, setups: Sequence[Setup], name: str, steps: int) -> dict[str, Any]:
     """One experiment with a cell for each setup; all must be runnable and on the same number of GPUs."""
     first = setups[0]
     nodes = max(first.gpus // first.per_node, 1)
     base: dict[str, Any] = {
         "model": model,
-        "precision": "bf16",
+        "precision": "fp32" if first.gpu.name == CPU else "bf16",
         "sequence_length": first.sequence_length,
         "nodes": nodes,
         "processes": first.gpus // nodes,
         "steps": steps,
         "warmup": {"minimum": 3, "maximum": max(steps // 2, 4), "window": 3},
     }
+    if first.gpu.name == CPU:
+        base["device"] = CPU
     if first.has_adapters:
         targets = "q+k+v+o+gate+up+down" if first.shape.gated else "q+k+v+o+up+down"
         method = "qlora" if first.quantised else "lora"

@@ -14,6 +14,8 @@ from paceline.errors import RequestError, did_you_mean
 from paceline.host import machine
 
 _ADAPTERS = re.compile(r"(\d+)\s*x\s*(?:hdr|ndr|edr)?\s*(\d+)\s*(?:gb)?", re.IGNORECASE)
+# Stands for a process of a machine without GPUs; its rates are measured (`processors.measured_cpu`).
+CPU = "cpu"
 _TOTAL = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gbps|gb/s|gbe|g)\b", re.IGNORECASE)
 
 
@@ -33,6 +35,21 @@ class Accelerator:
     node_bytes_per_s: float
     power_w: float
     matmul_ratio: float = 1.0
+
+
+def host_rates(gpu: Accelerator) -> tuple[float, float]:
+    """(bytes per second between the host and one GPU, memory bytes per second of the host), as a vendor states them."""
+    if gpu.name == CPU:
+        return gpu.memory_bytes_per_s, gpu.memory_bytes_per_s
+    pcie, memory, _ = _data()["hosts"][gpu.generation]
+    return float(pcie), float(memory)
+
+
+def host_memory_bytes(gpu: Accelerator) -> float:
+    """Memory of a node for offloaded state: that of the reference design, because nodes with one GPU differ."""
+    if gpu.name == CPU:
+        return (gpu.memory_bytes or 0.0) * gpu.gpus_per_node
+    return float(_data()["hosts"][gpu.generation][2]) * gpu.gpus_per_node
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.prediction import memory
+from paceline.prediction.hardware import CPU
 from paceline.prediction.offsets import Anchor, Observation
 from paceline.prediction.predict import Prediction, predict
 from paceline.prediction.setup import Setup
@@ -18,11 +19,20 @@ CONTEXT_FROM = 32_768
 OWN_SHARE = 0.35
 
 
-def enumerate_layouts(base: Setup, global_batch: int) -> Iterator[Setup]:
-    """Every valid combination of degrees, sharding, micro batch and checkpointing for this model and global batch.
+def enumerate_layouts(
+    base: Setup, global_batch: int, micro_batch: int | None = None, checkpointing: str | None = None
+) -> Iterator[Setup]:
+    """Every valid combination of degrees, sharding, offload, micro batch and checkpointing for this global batch.
 
-    4-bit weights are trained with data parallelism only: no published program splits them otherwise.
+    micro_batch and checkpointing: only this one. 4-bit weights are trained with data parallelism only, and not from the
+    host: no published program splits or offloads them.
     """
+    for one in _all_layouts(base, global_batch, (micro_batch,) if micro_batch else MICRO_BATCHES):
+        if checkpointing in (None, one.checkpointing):
+            yield one
+
+
+def _all_layouts(base: Setup, global_batch: int, sizes: Sequence[int]) -> Iterator[Setup]:
     shape, gpus = base.shape, base.gpus
     degrees = (1,) if base.quantised else DEGREES
     for tp in (n for n in degrees if n <= base.per_node and shape.heads % n == 0 and shape.kv_heads % n == 0):
@@ -30,28 +40,39 @@ def enumerate_layouts(base: Setup, global_batch: int) -> Iterator[Setup]:
             for cp in (1, 2, 4, 8) if base.sequence_length >= CONTEXT_FROM else (1,):
                 ranks, left = divmod(gpus, tp * pp * cp)
                 if not left and ranks and global_batch % ranks == 0:
-                    yield from _of_degrees(base, tp, pp, cp, ranks, global_batch // ranks)
+                    degree = base.replaced(tp=tp, pp=pp, cp=cp)
+                    yield from _of_degrees(degree, ranks, global_batch // ranks, sizes)
 
 
-def _of_degrees(base: Setup, tp: int, pp: int, cp: int, ranks: int, per_rank: int) -> Iterator[Setup]:
+def _of_degrees(base: Setup, ranks: int, per_rank: int, sizes: Sequence[int]) -> Iterator[Setup]:
+    pp, cp = base.pp, base.cp
     shards = ("none",) if ranks * cp == 1 else ("none", "zero1", "zero3") if pp == 1 else ("none", "zero1")
     # Interleaved stages where the layers of a rank divide by two.
     stages = 2 if pp > 1 and (base.shape.layers // pp) % 2 == 0 else 1
-    for micro in (n for n in MICRO_BATCHES if per_rank % n == 0):
+    ways = [(shard, False) for shard in shards] + [(shard, True) for shard in _offloaded(base)]
+    for micro in (n for n in sizes if per_rank % n == 0):
         if per_rank // micro < pp and pp > 1:
             continue
-        for shard in shards:
+        for shard, offload in ways:
             for recompute in ("none", "selective", "full"):
                 yield base.replaced(
-                    tp=tp,
-                    pp=pp,
-                    cp=cp,
                     stages=stages,
                     shard=shard,
+                    offload=offload,
                     micro_batch=micro,
                     micro_batches=per_rank / micro,
                     checkpointing=recompute,
                 )
+
+
+def _offloaded(base: Setup) -> tuple[str, ...]:
+    """Stages that are tried with the state on the host: with data parallelism only, where DeepSpeed has it.
+
+    Adapters have little state, so only their frozen weights are worth moving, and not in 4 bits.
+    """
+    if base.tp * base.pp * base.cp > 1 or base.quantised or base.fp8 or base.gpu.name == CPU:
+        return ()
+    return ("zero3",) if base.has_adapters else ("zero2", "zero3")
 
 
 @dataclass(frozen=True, kw_only=True)

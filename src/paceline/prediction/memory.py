@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from paceline.models import arithmetic
 from paceline.models.adapters import ADAPTER_BYTES, NF4_BYTES
+from paceline.prediction.hardware import CPU, host_memory_bytes
 from paceline.prediction.setup import Setup
 
 COMPONENTS = ("weights", "gradients", "optimizer", "gathered weights", "activations", "logits")
@@ -18,6 +19,10 @@ USABLE_RATIO = 0.9
 _LIVE_BLOCKS = 2
 # Per token and vocabulary entry: logits and their gradient, each in 16 bits and in fp32.
 _LOGIT_BYTES = 12
+# Elements of DeepSpeed's reduction bucket.
+_OFFLOAD_BUCKET = 5e8
+# On the host, per parameter: fp32 weights, moments and gradients; at stage 3 also the 16-bit weights.
+_HOST_BYTES, _HOST_WEIGHT_BYTES = 16, 2
 # Share of a layer's activations that selective checkpointing keeps.
 _SELECTIVE = 0.6
 
@@ -45,9 +50,15 @@ def components(one: Setup) -> dict[str, float]:
     else:
         weights, gradients = 2 * own / weight_group, 2 * own / (group if shards_gradients else 1)
         optimizer = 12 * own / group
+    if one.offload:
+        optimizer = 0.0
+        # Gradients pass through a bucket to the host; stage 1 keeps them until the last micro batch.
+        gradients = gradients if one.shard == "zero1" else 2 * min(trained, _OFFLOAD_BUCKET)
+        weights = trained * ADAPTER_BYTES if shards_all and one.has_adapters else 0.0 if shards_all else weights
     block = arithmetic.block_parameters(shape) / one.tp
     root = arithmetic.root_parameters(shape) / one.tp
-    live = (2 if one.has_adapters else 4) * (_LIVE_BLOCKS * block + root) if shards_all and group > 1 else 0.0
+    live = (2 if one.has_adapters else 4) * (_LIVE_BLOCKS * block + root)
+    live = live if shards_all and (group > 1 or one.offload) else 0.0
     if one.quantised:
         live = max(live, 2 * block)
     tokens = one.micro_batch * one.sequence_length / one.cp
@@ -67,13 +78,23 @@ def activations(one: Setup) -> float:
     split = one.tp if one.software.sequence_parallel else 1
     joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     wide = (3 if shape.gated else 2) * shape.ffn * (shape.experts_per_token or 1)
-    whole = 2 * tokens * (4 * shape.hidden / split + (joined + shape.heads * shape.head_dim + wide) / one.tp)
+    size = 4 if one.gpu.name == CPU else 2
+    whole = size * tokens * (4 * shape.hidden / split + (joined + shape.heads * shape.head_dim + wide) / one.tp)
     if not one.software.fused_attention and one.checkpointing != "attention":
         whole += 5 * tokens * one.sequence_length * shape.heads / one.tp
     layers, flight = shape.layers / one.pp, min(one.pp, one.micro_batches)
     if one.checkpointing == "full":
-        return float(2 * tokens * shape.hidden / split * layers * flight + whole)
+        return float(size * tokens * shape.hidden / split * layers * flight + whole)
     return float(whole * layers * flight * (_SELECTIVE if one.checkpointing == "selective" else 1))
+
+
+def host_bytes(one: Setup) -> float:
+    """Memory of one node that offloading needs: the state of its GPUs, and their shards of the weights at stage 3."""
+    if not one.offload:
+        return 0.0
+    trained = one.trained if one.has_adapters and one.trained else one.parameters
+    kept = _HOST_BYTES * trained + (_HOST_WEIGHT_BYTES * one.parameters if one.shard == "zero3" else 0)
+    return kept / one.gpus * min(one.per_node, one.gpus)
 
 
 def total(one: Setup) -> float:
@@ -86,6 +107,7 @@ def usable_bytes(one: Setup) -> float | None:
 
 
 def fits(one: Setup) -> bool:
-    """Whether the arithmetic leaves room; True if the memory of the GPU is unknown."""
+    """Whether the arithmetic leaves room on the GPU (if its memory is known) and, with offload, on the host."""
     usable = usable_bytes(one)
-    return usable is None or total(one) <= usable
+    on_host = not one.offload or host_bytes(one) <= USABLE_RATIO * host_memory_bytes(one.gpu)
+    return on_host and (usable is None or total(one) <= usable)

@@ -20,6 +20,7 @@ from paceline.models import arithmetic
 from paceline.models.adapters import adapter_parameters
 from paceline.models.shape import Shape
 from paceline.prediction import hardware, memory, published
+from paceline.prediction.hardware import Accelerator
 from paceline.prediction.offsets import (
     NORMAL_90,
     Anchor,
@@ -42,7 +43,10 @@ ADAPTER_RANK = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One setup with its predicted step time. low and high: the 90 % interval. parts: seconds of the step by cause."""
+    """One setup with its predicted step time. low and high: the 90 % interval. parts: seconds of the step by cause.
+
+    measured_by: the run whose step time this is, where it was measured.
+    """
 
     setup: Setup
     step_s: float
@@ -51,6 +55,7 @@ class Prediction:
     parts: Mapping[str, float]
     anchors: int
     model: str
+    measured_by: str | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,8 +91,10 @@ class Prediction:
         return self.seconds_for(tokens) / 3600 * self.setup.gpus * usd_per_gpu_hour
 
     @property
-    def joules_per_token(self) -> float:
-        """Energy of the GPUs: board power while computing, a fifth of it while waiting."""
+    def joules_per_token(self) -> float | None:
+        """Energy of the GPUs: 90 % of the board power while computing, 40 % while waiting; None if it is not known."""
+        if not self.setup.gpu.power_w:
+            return None
         waiting = sum(self.parts[name] for name in WAITING)
         busy = (self.step_s - waiting) / self.step_s
         return self.setup.gpu.power_w * (0.9 * busy + 0.4 * (1 - busy)) / self.tokens_per_s_per_gpu
@@ -196,7 +203,7 @@ def smaller(target: Setup) -> list[Setup]:
     found: dict[int, Setup] = {}
     for gpus in (least, node, 2 * node, 4 * node, target.gpus // 4, target.gpus):
         if least <= gpus <= target.gpus and gpus % least == 0:
-            shard = target.shard if gpus > least or target.cp > 1 else "none"
+            shard = target.shard if gpus > least or target.cp > 1 or target.offload else "none"
             whole = target.replaced(gpus=gpus, micro_batches=min(target.micro_batches, 8.0), shard=shard)
             shallow = [whole.replaced(shape=_with_layers(whole.shape, n)) for n in _fewer(whole.shape.layers, whole.pp)]
             tried = [whole] if gpus == target.gpus else [one for one in (whole, *shallow) if memory.fits(one)]
@@ -224,13 +231,15 @@ def parse_layout(text: str) -> dict[str, Any]:
     {'dp': 32, 'tp': 8, 'shard': 'zero1'}
     """
     found: dict[str, Any] = {}
-    accepted = "dp=N,tp=N,pp=N,cp=N,vp=N and one of ddp, zero1, zero2, zero3 (fsdp), hybrid"
+    accepted = "dp=N,tp=N,pp=N,cp=N,vp=N, one of ddp, zero1, zero2, zero3 (fsdp), hybrid, and offload"
     for piece in filter(None, (one.strip().casefold() for one in text.split(","))):
         name, equals, value = piece.partition("=")
         if equals and name in ("dp", "tp", "pp", "cp", "vp", "mb") and value.isdigit() and int(value) > 0:
             found[name] = int(value)
         elif not equals and name in (*SHARDS, "ddp", "fsdp", "fsdp2"):
             found["shard"] = {"ddp": "none", "fsdp": "zero3", "fsdp2": "zero3"}.get(name, name)
+        elif piece == "offload":
+            found["offload"] = True
         else:
             raise RequestError(f"--layout: got {piece!r}, expected {accepted}.")
     return found
@@ -238,7 +247,7 @@ def parse_layout(text: str) -> dict[str, Any]:
 
 def setup_of(
     model: str,
-    gpu: str,
+    gpu: str | Accelerator,
     gpus: int,
     *,
     sequence_length: int | None = None,
@@ -255,11 +264,12 @@ def setup_of(
     vp: int = 1,
     dp: int | None = None,
     shard: str | None = None,
+    offload: bool = False,
     mb: int | None = None,
 ) -> Setup:
     """A setup from what a user says; what is not said is the least that fits."""
     shape = arithmetic.load(Choice.parse(model))
-    device = hardware.accelerator(gpu)
+    device = hardware.accelerator(gpu) if isinstance(gpu, str) else gpu
     require(gpus >= 1, "--gpus", gpus, "a whole number from 1")
     product = tp * pp * cp
     require(gpus % product == 0, "--layout", f"tp={tp} x pp={pp} x cp={cp}", f"a product that divides {gpus} GPUs")
@@ -299,6 +309,10 @@ def setup_of(
         link_bytes_per_s=link,
         node_bytes_per_s=node,
     )
+    if offload:
+        require(shard in (None, "zero1", "zero2", "zero3"), "--layout", f"{shard},offload", "zero1, zero2 or zero3")
+        stages = (shard,) if shard else ("zero2", "zero3")
+        return _completed(base.replaced(offload=True), stages, checkpointing, micro_batch or mb, per_rank)
     shards = (shard,) if shard else tuple(dict.fromkeys((default_shard, "none", "zero1", "zero3")))
     if ranks == 1 and cp == 1:
         shards = ("none",)

@@ -46,9 +46,10 @@ class Measured:
 
 
 def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -> Setup | None:
-    """What a run computes, as a setup; None where it trains nothing or in fp32."""
-    compute = spec.training.precision.compute
-    if not spec.is_trained or compute == "fp32":
+    """What a run computes, as a setup; None where it trains nothing, or in another precision than is predicted."""
+    # A CPU is described by its fp32 products, a GPU by its 16-bit ones.
+    on_cpu = gpu.name == hardware.CPU
+    if not spec.is_trained or (spec.training.precision.compute == "fp32") is not on_cpu:
         return None
     try:
         dimensions = shape or arithmetic.load(spec.model)
@@ -57,13 +58,17 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
     t, tuning, world = spec.training, spec.tuning, spec.topology.world_size
     software, _ = published.software("paceline")
     software = dataclasses.replace(
-        software, compiled=t.compile, reduce_bytes=4.0 if t.precision.reduce == "fp32" else 2.0
+        software,
+        compiled=t.compile,
+        # The rates of a CPU already count twice the bytes.
+        reduce_bytes=4.0 if t.precision.reduce == "fp32" and not on_cpu else 2.0,
     )
     split = layout_of(spec)
     parts = arithmetic.sharded_parts(spec.strategy or Choice("single"))
     shard = _SHARDS.get(parts or 0, "none")
     if split.shard > 1:
         shard = "zero3" if split.shard == split.dp * split.cp else "hybrid"
+    offload = spec.strategy is not None and spec.strategy.options.get("offload") in ("cpu", True)
     software = dataclasses.replace(software, sequence_parallel=split.sequence_parallel)
     return Setup(
         shape=dimensions,
@@ -78,7 +83,8 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
         pp=split.pp,
         cp=split.cp,
         stages=split.virtual,
-        shard=shard if world > 1 else "none",
+        shard=shard if world > 1 or offload else "none",
+        offload=offload,
         checkpointing=t.checkpointing,
         trained=trained_parameters(dimensions, tuning) if tuning and tuning.has_adapters else None,
         quantised=tuning is not None and tuning.method == "qlora",
@@ -96,19 +102,21 @@ def gpu_of(record: RunRecord) -> Accelerator | None:
         return None
 
 
-def setup_of_record(record: RunRecord) -> Setup | None:
-    gpu = gpu_of(record)
+def setup_of_record(record: RunRecord, cpu: Accelerator | None = None) -> Setup | None:
+    """What a run computed. cpu: what a process of a machine without GPUs is; such runs are left out without it."""
+    without_gpu = bool(record.machines) and not any(machine.get("gpus") for machine in record.machines)
+    gpu = cpu if without_gpu else gpu_of(record)
     try:
         return None if gpu is None else setup_of_spec(record.spec, gpu, record.shape)
     except RequestError:
         return None
 
 
-def measured(record: RunRecord) -> Measured | None:
+def measured(record: RunRecord, cpu: Accelerator | None = None) -> Measured | None:
     """The median step of the second half of a successful training run; None for any other run."""
     if record.status is not Status.OK or record.is_reference or record.shares_gpu or not len(record.steps):
         return None
-    setup = setup_of_record(record)
+    setup = setup_of_record(record, cpu)
     if setup is None:
         return None
     slowest: dict[int, float] = {}
@@ -128,11 +136,11 @@ def measured(record: RunRecord) -> Measured | None:
     )
 
 
-def anchors(records: Iterable[RunRecord]) -> list[Anchor]:
+def anchors(records: Iterable[RunRecord], cpu: Accelerator | None = None) -> list[Anchor]:
     """One anchor for each configuration that was trained: the mean of its launches."""
     by_cell: dict[str, list[Measured]] = {}
     for record in records:
-        if (one := measured(record)) is not None:
+        if (one := measured(record, cpu)) is not None:
             by_cell.setdefault(one.cell, []).append(one)
     found = []
     for group in by_cell.values():

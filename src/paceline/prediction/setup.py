@@ -43,7 +43,8 @@ class Setup:
 
     micro_batches: per step and data-parallel rank. stages: virtual pipeline stages of one rank. trained: parameters
     that learn (adapters: few). document_length: where short documents are packed into a sequence, their length.
-    quantised: frozen weights are stored in 4 bits and expanded before each product.
+    quantised: frozen weights are stored in 4 bits and expanded before each product. offload: the host keeps the
+    optimizer's state and updates it (ZeRO-Offload); at stage 3 it also keeps the weights.
     """
 
     shape: Shape
@@ -58,6 +59,7 @@ class Setup:
     cp: int = 1
     stages: int = 1
     shard: str = "none"
+    offload: bool = False
     fp8: bool = False
     fp8_rowwise: bool = False
     checkpointing: str = "none"
@@ -107,6 +109,7 @@ class Setup:
         degrees += [f"{name}={n}" for name in ("tp", "pp", "cp") if (n := getattr(self, name)) > 1]
         degrees += [f"vp={self.stages}"] if self.stages > 1 else []
         degrees += [self.shard] if self.shard != "none" else []
+        degrees += ["offload"] if self.offload else []
         return ",".join(degrees)
 
     def replaced(self, **changes: object) -> Setup:

@@ -1,7 +1,7 @@
 """Where the time of a training step goes, by physics with a few fitted parameters.
 
     step = (products + attention + memory-bound + tensor parallel + launch + bubble) * (1 + jitter * log2 nodes)
-           + exposed data-parallel traffic + optimizer + a constant
+           + exposed data-parallel traffic + optimizer + offload + a constant
 
 Everything is arrays over setups, so that a fit over thousands of rows and one prediction share the code. A parameter is
 positive and given as its logarithm, or a share between 0 and 1 and given as its logit (`values`).
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models import arithmetic
+from paceline.prediction import hardware
 from paceline.prediction.setup import Setup
 
 Array = NDArray[np.float64]
@@ -29,11 +30,16 @@ PARTS = (
     "pipeline bubble",
     "data parallel (exposed)",
     "optimizer",
+    "offload",
     "other",
 )
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters.
 # Families of programs whose kernels are as a rule faster or slower than plain PyTorch.
 FAMILIES = ("megatron", "nemo", "peft")
+# Offload, which no published row measures, so nothing here is fitted: the share of PCIe that pinned copies reach, the
+# share of the host's memory bandwidth that CPU-Adam reaches when it moves 30 bytes per parameter (ZeRO-Offload, Ren et
+# al. 2021, table 4: 10B parameters in 2.57 s on a host of 256 GB/s), and that a tenth of what can hide does not.
+OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.0, 0.1
 OFFSETS = ("level", "launch", "network", "dp_overlap", "fsdp_overlap")
 
 
@@ -85,6 +91,10 @@ def _numbers(one: Setup) -> dict[str, float]:
         "hopper": gpu.generation == "hopper",
         "volta": gpu.generation == "volta",
         "amd": gpu.generation == "cdna3",
+        "offload": one.offload,
+        "pcie": hardware.host_rates(gpu)[0],
+        "host": hardware.host_rates(gpu)[1],
+        "cpu": gpu.generation == "cpu",
         "other_gpu": gpu.generation not in ("ampere", "hopper", "volta", "cdna3"),
         "hbm": gpu.memory_bytes_per_s,
         "link": one.link,
@@ -134,7 +144,7 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     # Zero stages split the update over the data-parallel ranks; a hybrid over one node.
     ranks = c["dp"] * c["cp"]
     split = np.where(c["zero1"] + c["zero3"] > 0, ranks, np.where(c["hybrid"] > 0, np.minimum(ranks, c["per_node"]), 1))
-    optimizer = np.exp(p["optimizer_bytes"]) * own / split / c["hbm"]
+    optimizer = np.where(c["offload"] > 0, 0.0, np.exp(p["optimizer_bytes"]) * own / split / c["hbm"])
     scale = batches * layers * jitter
     return {
         "products": scale * layer["products"] + batches * head_products * jitter,
@@ -145,6 +155,7 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
         "pipeline bubble": bubble * jitter,
         "data parallel (exposed)": exposed + gathered,
         "optimizer": optimizer,
+        "offload": _offload(c, stage + head_products + head_memory),
         "other": np.exp(p["constant"]) + 0 * busy,
     }
 
@@ -216,6 +227,23 @@ def _head(c: Columns, p: Mapping[str, float]) -> tuple[Array, Array]:
     sixteen = {**c, "fp8": 0 * c["fp8"]}
     products = 3 * _product(sixteen, p, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
     return products, np.exp(p["logit_bytes"]) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+
+
+# --- offload ---
+
+
+def _offload(c: Columns, batch: Array) -> Array:
+    """Exposed seconds per step of state that the host keeps.
+
+    Gradients go down during every micro batch, and at stage 3 the weights come up for each of its passes: both hide
+    behind the compute as far as they fit. Adam on the CPU and the updated weights follow the last micro batch.
+    """
+    ranks = c["tp"] * c["pp"] * c["dp"] * c["cp"]
+    share, shard, pcie = c["trained"] / ranks, c["parameters"] / ranks, OFFLOAD_PCIE * c["pcie"]
+    moved = 2 * (share + c["zero3"] * (2 + c["full"]) * shard) / pcie
+    late = np.maximum(moved - batch, 0) + OFFLOAD_EXPOSED * np.minimum(moved, batch)
+    update = OFFLOAD_ADAM_BYTES * share * np.minimum(c["per_node"], c["gpus"]) / (OFFLOAD_HOST * c["host"])
+    return np.asarray(np.where(c["offload"] > 0, c["micro_batches"] * late + update + 2 * share / pcie, 0.0))
 
 
 # --- communication ---

@@ -26,6 +26,7 @@ _WORDS = ("checkpointing", "trained", "quantised")
 def key(one: Setup) -> str:
     """Equal for a prediction and the run that measures it."""
     values = [str(getattr(one, name)) for name in (*_KEY, *_WORDS)]
+    values += ["offload"] if one.offload else []
     shape = dataclasses.asdict(one.shape)
     dims = [str(shape[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")]
     return hashlib.sha256("|".join([one.gpu.gpu, *dims, *values]).encode()).hexdigest()[:16]
@@ -54,7 +55,9 @@ def to_dict(one: Prediction, tokens: float | None = None, usd_per_gpu_hour: floa
         "mfu_ratio": None
         if one.mfu is None
         else interval(*(one.mfu * one.step_s / t for t in (one.step_s, high, low))),
-        "joules_per_token": interval(*(one.joules_per_token * t / one.step_s for t in (one.step_s, low, high))),
+        "joules_per_token": None
+        if one.joules_per_token is None
+        else interval(*(one.joules_per_token * t / one.step_s for t in (one.step_s, low, high))),
         "parts_s": dict(one.parts),
         "memory_bytes": {**needed, "total": sum(needed.values()), "usable": memory.usable_bytes(s)},
         "fits": memory.fits(s),

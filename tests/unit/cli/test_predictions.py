@@ -15,7 +15,9 @@ TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "training_throughput
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(list(words)) == 0
+    """What the command prints; memory by arithmetic unless the words say otherwise, because rehearsals take seconds."""
+    quick = [] if "--rehearse" in words else ["--rehearse", "0"]
+    assert cli.main([*words, *quick]) == 0
     return capsys.readouterr().out
 
 
@@ -91,9 +93,23 @@ def test_scaling_and_serving_are_answered(capsys: pytest.CaptureFixture[str]) ->
     assert "8 x tp=1" in answer(capsys, *words)
 
 
+def test_memory_is_rehearsed_where_the_program_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "--model", "tiny", "--gpu", "h200", "--gpus", "2", "--seq", "32", "--global-batch", "4"]
+    found = json.loads(answer(capsys, *words, "--layout", "fsdp", "--rehearse", "200", "--json"))
+    assert found["memory_source"] == "rehearsal"
+    rehearsed = found["rehearsed_memory_bytes"]
+    assert rehearsed["optimizer"] > 0
+    assert rehearsed["peak"] >= rehearsed["parameters"] + rehearsed["optimizer"]
+    split = json.loads(answer(capsys, *words, "--layout", "tp=2", "--rehearse", "200", "--json"))
+    assert split["memory_source"] == "arithmetic: only data parallelism and sharding can be rehearsed"
+    assert "By arithmetic: --rehearse is 0." in answer(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--gpu", "cpu"], "--gpu: got cpu, expected --anchor with a `paceline run compute`"),
+        (["--layout", "none,offload"], "--layout: got 'none,offload', expected zero1, zero2 or zero3"),
         (["--layout", "tp=3"], "a product that divides 8 GPUs"),
         (["--layout", "tp=16"], "a product that divides 8 GPUs"),
         (["--precision", "int3"], "--precision: got 'int3'"),

@@ -9,7 +9,7 @@ import yaml
 
 from paceline.experiment import fields
 from paceline.prediction import experiment_file, layouts, memory
-from paceline.prediction.choosing import Limits, Option, decide, halve
+from paceline.prediction.choosing import Limits, Option, Timed, decide, halve, rivals, with_measured
 from paceline.prediction.predict import predict, setup_of
 from paceline.prediction.setup import Setup
 
@@ -38,7 +38,7 @@ def test_degrees_divide_the_model() -> None:
 
 
 def test_nothing_fits_on_too_few_gpus() -> None:
-    base = setup_of("llama-70b", "h100", 8)
+    base = setup_of("llama-70b", "a10", 4)
     assert layouts.rank(list(layouts.enumerate_layouts(base, 256))) is None
 
 
@@ -64,15 +64,19 @@ def test_by_time_more_gpus_win_and_by_cost_fewer() -> None:
     assert decide([few, more, most], Limits(), "cost", 3, 3).best is few
 
 
+def timed(setup: Setup, step_s: float, sd: float) -> Timed:
+    return Timed(setup=setup, step_s=step_s, sd=sd, run=f"run of {setup.layout}")
+
+
 def test_halving_finds_the_fastest_and_stops() -> None:
     setups = [setup_of("llama-8b", "h200", 8, shard=s, micro_batch=1) for s in ("zero1", "zero2", "zero3", "none")]
     true = dict(zip((one.layout for one in setups), (1.0, 1.02, 1.2, 1.5), strict=True))
     asked: list[tuple[int, int]] = []
 
-    def measure(left: Sequence[Setup], steps: int) -> list[tuple[Setup, float, float]]:
+    def measure(left: Sequence[Setup], steps: int) -> list[Timed]:
         asked.append((len(left), steps))
         # The longer the run, the smaller its uncertainty.
-        return [(one, true[one.layout], 0.1 / steps) for one in left]
+        return [timed(one, true[one.layout], 0.1 / steps) for one in left]
 
     found = halve(setups, measure)
     assert found.best is setups[0]
@@ -84,8 +88,8 @@ def test_halving_finds_the_fastest_and_stops() -> None:
 def test_halving_says_equal_and_drops_what_fails() -> None:
     setups = [setup_of("llama-8b", "h200", 8, shard=s, micro_batch=1) for s in ("zero1", "zero2", "zero3")]
 
-    def measure(left: Sequence[Setup], steps: int) -> list[tuple[Setup, float, float]]:
-        return [(one, 1.0 + 0.004 * i, 0.001) for i, one in enumerate(left) if one.shard != "zero3"]
+    def measure(left: Sequence[Setup], steps: int) -> list[Timed]:
+        return [timed(one, 1.0 + 0.004 * i, 0.001) for i, one in enumerate(left) if one.shard != "zero3"]
 
     found = halve(setups, measure)
     assert found.best is setups[0]
@@ -104,3 +108,51 @@ def test_an_experiment_file_is_valid() -> None:
     assert experiment_file.runnable(one) is None
     assert experiment_file.runnable(one.replaced(tp=2)) is None
     assert "zero1 together with tp=2" in (experiment_file.runnable(one.replaced(tp=2, shard="zero1")) or "")
+
+
+def test_what_was_measured_replaces_what_was_predicted(ranked: layouts.Ranked) -> None:
+    decision = decide([Option(prediction=one, usd_per_gpu_hour=None) for one in ranked.all], Limits(), "time", 1, 1)
+    first, second, third = decision.options[:3]
+    slow, fast = 2 * first.prediction.step_s, 1.5 * second.prediction.step_s
+
+    def measure(left: Sequence[Setup], steps: int) -> list[Timed]:
+        times = {first.prediction.setup: slow, second.prediction.setup: fast}
+        return [timed(one, times[one], 0.001) for one in left if one in times]
+
+    halved = halve([one.prediction.setup for one in (first, second, third)], measure)
+    after = with_measured(decision, halved)
+    assert after.best is not None
+    assert after.best.prediction.setup == second.prediction.setup
+    assert after.best.prediction.step_s == fast
+    assert after.best.prediction.measured_by == f"run of {second.prediction.setup.layout}"
+    assert third.prediction.setup not in [one.prediction.setup for one in after.options]  # it did not run
+    # The others were predicted to beat the measured best, so they are worth a run.
+    assert rivals(decision, halved)[0] == decision.options[3].prediction.setup
+
+
+def test_a_model_that_fits_with_offload_only_is_found() -> None:
+    base = setup_of("llama-8b", "a10", 1, sequence_length=2048)  # 16 bytes x 8e9 parameters, 24 GB
+    found = layouts.rank(list(layouts.enumerate_layouts(base, 256)))
+    assert found is not None
+    assert {one.setup.layout for one in found.all} == {"dp=1,zero2,offload", "dp=1,zero3,offload"}
+    best = found.best.setup
+    assert memory.components(best)["optimizer"] == 0
+    assert memory.host_bytes(best) == pytest.approx(18 * 8.03e9, rel=0.01)  # zero3: with the 16-bit weights
+    assert found.best.parts["offload"] > 0
+    assert experiment_file.strategy(best) == "zero:stage=3,offload=cpu"
+
+
+def test_offload_costs_adam_on_the_host() -> None:
+    plain = setup_of("llama-1b", "h100", 8, shard="zero2", micro_batch=1, global_batch=8, checkpointing="none")
+    kept, moved = predict([plain, plain.replaced(offload=True)])
+    assert kept.parts["offload"] == 0
+    # 30 bytes x 1.24e9 parameters through 0.45 x 614 GB/s, and little else of one micro batch.
+    assert moved.parts["offload"] > 30 * 1.2e9 / (0.45 * 614e9)
+    assert moved.half_width > kept.half_width
+    assert not any(one.offload for one in layouts.enumerate_layouts(plain.replaced(quantised=True), 8))
+
+
+def test_given_micro_batch_and_checkpointing_are_kept() -> None:
+    base = setup_of("llama-8b", "h200", 8)
+    found = list(layouts.enumerate_layouts(base, 256, 2, "full"))
+    assert {(one.micro_batch, one.checkpointing) for one in found} == {(2, "full")}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.prediction import memory, stored
-from paceline.prediction.choosing import Decision, Halved, Option, measuring_minutes, objective
+from paceline.prediction.choosing import Decision, Halved, Option, Timed, measuring_minutes, objective
 from paceline.prediction.experiment_file import runnable
 from paceline.report.tables.predicted import amount, between, number
 from paceline.report.tables.predictions import INTERVAL_NOTE, recomputing
@@ -62,7 +62,7 @@ def _row(decision: Decision, option: Option) -> tuple[Cell, ...]:
         Cell(f"{s.micro_batch} x {s.micro_batches:g}"),
         Cell(s.checkpointing),
         between(rate / one.step_s, rate / one.high_s, rate / one.low_s),
-        Cell(f"{memory.total(s) / _GIB:.0f}"),
+        Cell(number(memory.total(s) / _GIB)),
     ]
     seconds, usd = option.seconds(limits), option.usd(limits)
     if seconds is not None:
@@ -83,22 +83,24 @@ def _ranged(value: float, option: Option) -> Cell:
 
 def _verdict(decision: Decision, option: Option) -> Cell:
     risky = " (may miss the limit)" if option.may_miss(decision.limits) else ""
+    measured = "measured: " if option.prediction.measured_by else ""
     if option is decision.best:
-        return Cell(f"best{risky}", "", "good")
-    return Cell(f"{'may be equal' if option in decision.close else 'worse'}{risky}")
+        return Cell(f"{measured}best{risky}", "", "good")
+    same = "equal" if measured else "may be equal"
+    return Cell(f"{measured}{same if option in decision.close else 'worse'}{risky}")
 
 
-def lines(decision: Decision, halved: Halved | None, files: Sequence[Path]) -> Iterable[str]:
-    """The recommendation, with the predictions and runs that it rests on."""
+def lines(decision: Decision, predicted: Decision, halved: Halved | None, files: Sequence[Path]) -> Iterable[str]:
+    """The recommendation, with the predictions and runs that it rests on. predicted: the decision before any run."""
     if decision.best is None:
         why = sorted({reason for _, reason in decision.refused})
         yield f"No option meets the limits: all {len(decision.refused)} are {' or '.join(why)}."
         nearest = min(decision.refused, key=lambda pair: objective(pair[0], decision.by))[0]
         yield f"The nearest is {name(nearest)}: {result(decision, nearest)}."
         return
-    if halved is not None and halved.best is not None:
-        yield from _measured_lines(halved)
-    else:
+    if halved is not None:
+        yield from _measured_lines(decision, predicted, halved)
+    if halved is None or halved.best is None:
         yield f"Recommendation (predicted, nothing measured): {name(decision.best)}: {result(decision, decision.best)}."
     if decision.refused:
         yield f"{len(decision.refused)} options that fit do not meet the limits."
@@ -123,15 +125,64 @@ def _proposal_lines(decision: Decision) -> Iterable[str]:
     )
 
 
-def _measured_lines(halved: Halved) -> Iterable[str]:
+def _measured_lines(decision: Decision, predicted: Decision, halved: Halved) -> Iterable[str]:
     for index, one in enumerate(halved.rounds, 1):
-        texts = ", ".join(f"{setup.layout} {step_s:.4g} s" for setup, step_s in one.measured)
+        texts = ", ".join(f"{_short(timed)} {number(timed.step_s)} s" for timed in one.measured)
         yield f"Round {index}, {one.steps} steps each: {texts}; kept {len(one.kept)} of {len(one.measured)}."
-    assert halved.best is not None
-    equal = f", equal within 1 % to {', '.join(one.layout for one in halved.equal)}" if halved.equal else ""
-    yield f"Recommendation (measured): {halved.best.layout}{equal}."
     if halved.failed:
-        yield f"Did not run: {', '.join(one.layout for one in halved.failed)}."
+        failed = ", ".join(f"{one.layout} (micro batch {one.micro_batch})" for one in halved.failed)
+        yield f"Did not run or was not certified, so it is out: {failed}."
+    if halved.best is None or decision.best is None:
+        return
+    keys = {stored.key(one) for one in halved.equal}
+    equal = [one for one in decision.close if stored.key(one.prediction.setup) in keys]
+    same = f"; equal within 1 %: {', '.join(name(one) for one in equal)}" if equal else ""
+    yield f"Recommendation (measured): {name(decision.best)}: {result(decision, decision.best)}{same}."
+    yield f"It rests on run {halved.longest[stored.key(halved.best)].run}{_others(halved)}."
+    yield from _predicted_lines(predicted, halved)
+
+
+def _short(timed: Timed) -> str:
+    return f"{timed.setup.layout} (micro batch {timed.setup.micro_batch})"
+
+
+def _others(halved: Halved) -> str:
+    assert halved.best is not None
+    best = stored.key(halved.best)
+    runs = [timed.run for key, timed in halved.longest.items() if key != best]
+    return f", compared with {', '.join(runs)}" if runs else ""
+
+
+def _predicted_lines(predicted: Decision, halved: Halved) -> Iterable[str]:
+    """What was predicted before the runs, beside what they measured."""
+    texts = []
+    for option in predicted.options:
+        one = option.prediction
+        timed = halved.longest.get(stored.key(one.setup))
+        if timed is not None:
+            inside = "inside" if one.low_s <= timed.step_s <= one.high_s else "outside"
+            span = f"{number(one.low_s)} to {number(one.high_s)} s"
+            texts.append(f"{_short(timed)} {number(one.step_s)} s ({span}; measured {inside})")
+    if texts:
+        yield f"Predicted before the runs: {', '.join(texts)}."
+
+
+def is_within(option: Option, peak_bytes: int | None) -> bool:
+    """Whether a rehearsed peak fits the GPU; True if it was not rehearsed."""
+    usable = memory.usable_bytes(option.prediction.setup)
+    return peak_bytes is None or usable is None or peak_bytes <= usable
+
+
+def memory_line(option: Option, peak_bytes: int | None, reason: str) -> str:
+    """Where the memory of an option comes from, in a sentence."""
+    s = option.prediction.setup
+    usable = memory.usable_bytes(s)
+    of = "" if usable is None else f" of {number(usable / _GIB)} GiB usable"
+    if peak_bytes is None:
+        return f"Memory of {s.layout}: {number(memory.total(s) / _GIB)} GiB{of}, by arithmetic ({reason})."
+    verdict = "" if is_within(option, peak_bytes) else ": it does not fit and is no option"
+    how = f"rehearsed with the real program (arithmetic says {number(memory.total(s) / _GIB)})"
+    return f"Memory of {s.layout}: {number(peak_bytes / _GIB)} GiB{of}, {how}{verdict}."
 
 
 def name(option: Option) -> str:
@@ -154,11 +205,18 @@ def result(decision: Decision, option: Option) -> str:
     return ", ".join(texts)
 
 
-def to_dict(decision: Decision, halved: Halved | None, files: Sequence[Path]) -> dict[str, Any]:
+def to_dict(
+    decision: Decision,
+    predicted: Decision,
+    halved: Halved | None,
+    files: Sequence[Path],
+    memory_lines: Sequence[str] = (),
+) -> dict[str, Any]:
     def row(option: Option) -> dict[str, Any]:
         return {
             **stored.to_dict(option.prediction, decision.limits.tokens, option.usd_per_gpu_hour),
             "verdict": _verdict(decision, option).text if decision.best else MISSING,
+            "run": option.prediction.measured_by,
         }
 
     return {
@@ -169,9 +227,21 @@ def to_dict(decision: Decision, halved: Halved | None, files: Sequence[Path]) ->
         "refused": [{**row(one), "verdict": why} for one, why in decision.refused[:MOST_ROWS]],
         "to_measure": [stored.key(one.prediction.setup) for one in decision.to_measure],
         "rounds": [] if halved is None else [
-            {"steps": one.steps, "measured_s": {s.layout: t for s, t in one.measured}} for one in halved.rounds
+            {"steps": one.steps, "measured": [_measured_row(timed) for timed in one.measured]} for one in halved.rounds
         ],
         "measured_best": None if halved is None or halved.best is None else halved.best.layout,
         "files": [str(path) for path in files],
-        "recommendation": list(lines(decision, halved, files)),
+        "recommendation": list(lines(decision, predicted, halved, files)),
+        "memory": list(memory_lines),
     }  # fmt: skip
+
+
+def _measured_row(timed: Timed) -> dict[str, Any]:
+    s = timed.setup
+    return {
+        "key": stored.key(s),
+        "layout": s.layout,
+        "micro_batch": s.micro_batch,
+        "step_time_s": timed.step_s,
+        "run": timed.run,
+    }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.prediction import memory
+from paceline.prediction.hardware import host_memory_bytes
 from paceline.prediction.predict import Prediction, Worth
 from paceline.prediction.scaling import Scaled
 from paceline.prediction.serving import ServedPrediction
@@ -15,6 +16,8 @@ from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING
 
 _GIB = 2.0**30
+# Smaller components are not listed.
+_LEAST_BYTES = 0.05 * _GIB
 INTERVAL_NOTE = (
     "Intervals cover 90 % on average over sources of published runs; for one framework or cluster they may cover less "
     "(docs/prediction.md)."
@@ -39,10 +42,9 @@ def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
     ]
     if one.mfu is not None:
         quantities.append(("MFU", rate(100 * one.mfu * one.step_s), "%"))
-    joules = one.joules_per_token
-    quantities.append(
-        ("energy of the GPUs", (joules, joules * low / one.step_s, joules * high / one.step_s), "J/token")
-    )
+    if joules := one.joules_per_token:
+        ends = (joules, joules * low / one.step_s, joules * high / one.step_s)
+        quantities.append(("energy of the GPUs", ends, "J/token"))
     if tokens is not None:
         seconds = one.seconds_for(tokens)
         days = [seconds * t / one.step_s / 86400 for t in (one.step_s, low, high)]
@@ -74,16 +76,34 @@ def time_parts(one: Prediction) -> Table:
     return Table("What the step consists of", (Column("part"), numeric("time, ms"), numeric("share, %")), rows)
 
 
-def memory_parts(one: Prediction) -> Table:
-    needed, usable = memory.components(one.setup), memory.usable_bytes(one.setup)
-    whole = sum(needed.values())
-    rows = [(Cell(name), Cell(f"{size / _GIB:.1f}")) for name, size in needed.items() if size]
-    rows.append((Cell("sum"), Cell(f"{whole / _GIB:.1f}")))
+def memory_parts(one: Prediction, rehearsed: Mapping[str, int] | None, reason: str) -> Table:
+    """Memory by component: as rehearsed with the real program, else by arithmetic with the reason for that."""
+    arithmetic, usable = memory.components(one.setup), memory.usable_bytes(one.setup)
+    if rehearsed is not None:
+        parts: Mapping[str, float] = {name: size for name, size in rehearsed.items() if name != "peak"}
+        word, whole = "peak", float(rehearsed["peak"])
+        notes = [
+            f"Rehearsed: the real program on tensors without memory. Arithmetic says {_gib(memory.total(one.setup))}."
+        ]
+    else:
+        parts, word, whole = arithmetic, "sum", memory.total(one.setup)
+        notes = [f"By arithmetic: {reason}."]
+    rows = [(Cell(name), Cell(f"{size / _GIB:.1f}")) for name, size in parts.items() if size >= _LEAST_BYTES]
+    rows.append((Cell(word), Cell(f"{whole / _GIB:.1f}")))
     if usable is not None:
         verdict = Cell("fits", "", "good") if whole <= usable else Cell("does not fit", "", "bad")
         rows.append((Cell(f"usable: {verdict.text}", "", verdict.tone), Cell(f"{usable / _GIB:.1f}")))
-    note = "By arithmetic; `paceline run memory` rehearses a layout with the real program."
-    return Table("Memory of one GPU", (Column("component"), numeric("size, GiB")), tuple(rows), (note,))
+    if one.setup.offload:
+        assumed = memory.USABLE_RATIO * host_memory_bytes(one.setup.gpu)
+        notes.append(
+            f"Offload keeps {_gib(memory.host_bytes(one.setup))} in the memory of each host; {_gib(assumed)} are "
+            "assumed to be usable."
+        )
+    return Table("Memory of one GPU", (Column("component"), numeric("size, GiB")), tuple(rows), tuple(notes))
+
+
+def _gib(size: float) -> str:
+    return f"{number(size / _GIB)} GiB"
 
 
 def layouts(heading: str, found: Sequence[tuple[str, Prediction]], usd: float | None, tokens: float | None) -> Table:
