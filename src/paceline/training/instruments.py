@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.results.records import MemorySample, WireSample
+from paceline.training.attachment.paceline_clocks import CudaClock, HostClock
 from paceline.training.attachment.paceline_digests import digest_values
 from paceline.training.attachment.paceline_wire import SHORT_NAMES as SHORT_NAMES
 from paceline.training.attachment.paceline_wire import WireBytes
@@ -33,44 +33,6 @@ class Clock(Protocol):
     def elapsed_s(self, begin: Mark, end: Mark) -> float: ...
     def passed(self, mark: Mark) -> bool: ...
     def drain(self) -> None: ...
-
-
-class HostClock:
-    """perf_counter: on a CPU, work is complete when the call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_s(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def passed(self, mark: float) -> bool:
-        return True
-
-    def drain(self) -> None:
-        """Nothing is queued on a CPU."""
-
-
-class CudaClock:
-    """CUDA events on the current stream: device time, however far ahead the host has run."""
-
-    def mark(self) -> Any:
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def passed(self, mark: Any) -> bool:
-        return bool(mark.query())
-
-    def drain(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def clock_for(device: str) -> Clock:

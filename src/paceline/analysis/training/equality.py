@@ -29,11 +29,14 @@ MASK64 = (1 << 64) - 1
 # Relative deviation of the loss at the first step, and what each later step adds: rounding differs between strategies.
 LOSS_TOLERANCE = {"fp32": (1e-4, 1e-5)}
 ROUNDED_TOLERANCE = (1e-2, 1e-3)
+# The gradient norm reacts more strongly, to rounding and to a missing part of the gradient.
+NORM_TOLERANCE = {"fp32": (1e-3, 1e-4)}
+ROUNDED_NORM_TOLERANCE = (1e-1, 1e-2)
 # If the data of a script is shuffled without a seed, its padding varies.
 TOKENS_TOLERANCE = 0.05
 # Which code computes an update does not change what it computes.
 _ALIASES = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "CPUAdam": "AdamW"}
-_COUNTS = ("elements", "class", "initial_lr", "bias_correction")
+_IMPLIED = ("initial_lr", "bias_correction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,7 @@ class Grade:
         """`consistent (not observed: initial weights)`."""
         if self.differing:
             return f"{DIFFERENT} ({'; '.join(f'{name}: {what}' for name, what in self.differing.items())})"
-        missing = f" (not compared: {', '.join(self.unobserved)})" if self.unobserved else ""
-        return f"{self.level}{missing}"
+        return self.level if self.level == CERTIFIED else f"{CONSISTENT} (not compared: {', '.join(self.unobserved)})"
 
 
 def certify_scripts(runs: Sequence[Observed]) -> dict[str, Certificate]:
@@ -223,16 +225,35 @@ def _optimizer(run: Observed) -> list[dict[str, Any]] | None:
     if first is None or not first.groups:
         return None
     groups = [{**g, "class": _ALIASES.get(str(g.get("class")), g.get("class"))} for g in first.groups]
+    plain = [_plain(group, whole=_has_whole_optimizer(run)) for group in groups]
     # Sharded optimizers may split one group; equal ones count once.
-    return [dict(items) for items in dict.fromkeys(tuple(sorted(_plain(g).items())) for g in groups)]
+    return [dict(items) for items in dict.fromkeys(tuple(sorted(each.items())) for each in plain)]
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _COUNTS or name == "class"}
+def _has_whole_optimizer(run: Observed) -> bool:
+    """Whether the groups of rank 0 have all weights of the model, so that their sizes can be compared."""
+    first = run.evidence[0]
+    return sum(int(group.get("elements") or 0) for group in first.groups or ()) == first.parameters
+
+
+def _plain(group: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+    counts = () if whole else ("elements",)
+    return {name: value for name, value in group.items() if name not in (*_IMPLIED, *counts)}
 
 
 def _optimizer_differs(run: Observed, baseline: Observed) -> str | None:
     own, known = _optimizer(run) or [], _optimizer(baseline) or []
+    if what := _unmatched(own, known):
+        return what
+    if missing := _unmatched(known, own):
+        return f"a group is missing ({missing})"
+    rates = [str(each.evidence[0].settings.get("rates")) for each in (run, baseline)]
+    same_length = rates[0].partition(":")[0] == rates[1].partition(":")[0]
+    return "another schedule of learning rates" if same_length and rates[0] != rates[1] else None
+
+
+def _unmatched(own: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]]) -> str | None:
+    """How the first group that none of the known ones equals differs from the nearest; None if all have an equal."""
     for group in own:
         unlike = [
             [
@@ -244,9 +265,34 @@ def _optimizer_differs(run: Observed, baseline: Observed) -> str | None:
         ]
         if nearest := min(unlike, key=len, default=["another optimizer"]):
             return ", ".join(nearest)
-    rates = [str(each.evidence[0].settings.get("rates")) for each in (run, baseline)]
-    same_length = rates[0].partition(":")[0] == rates[1].partition(":")[0]
-    return "another schedule of learning rates" if same_length and rates[0] != rates[1] else None
+    return None
+
+
+def _trained_tensors(run: Observed) -> int | None:
+    """How many tensors changed between the first step and the end; None if a rank could not read them."""
+    ranks = run.evidence.values()
+    if len(ranks) != run.spec.topology.world_size or not all(e.init_digests and e.final_digests for e in ranks):
+        return None
+    changed = {n for e in ranks for n, w in (e.final_digests or {}).items() if e.init_digests.get(n) != w}
+    return len(changed)
+
+
+def _norms(run: Observed) -> dict[int, float] | None:
+    """The gradient norm of each step; None if a rank has none, or only that of its own part of the model."""
+    found = {}
+    for step, values in run.by_step("grad_norm").items():
+        known = [value for value in values if value is not None]
+        if len(known) != len(values) or max(known) > min(known) * (1 + NORM_TOLERANCE["fp32"][0]):
+            return None
+        # A loss scale that was too large makes it infinite; the step is skipped then.
+        if math.isfinite(known[0]):
+            found[step] = known[0]
+    return found or None
+
+
+def _norms_differ(run: Observed, baseline: Observed) -> str | None:
+    own, known = _norms(run) or {}, _norms(baseline) or {}
+    return _deviates(own, known, *NORM_TOLERANCE.get(_dtypes(run) or "", ROUNDED_NORM_TOLERANCE))
 
 
 def _dtypes(run: Observed) -> str | None:
@@ -266,12 +312,14 @@ def _losses(run: Observed) -> Mapping[int, float] | None:
 
 
 def _losses_differ(run: Observed, baseline: Observed) -> str | None:
-    least, growth = LOSS_TOLERANCE.get(_dtypes(run) or "", ROUNDED_TOLERANCE)
-    for step in (step for step in run.losses if step in baseline.losses):
-        known = baseline.losses[step]
-        deviation = abs(run.losses[step] - known) / max(abs(known), 1e-30)
-        if not deviation <= least + growth * step:
-            return f"{run.losses[step]:.6g} instead of {known:.6g} at step {step}"
+    return _deviates(run.losses, baseline.losses, *LOSS_TOLERANCE.get(_dtypes(run) or "", ROUNDED_TOLERANCE))
+
+
+def _deviates(own: Mapping[int, float], known: Mapping[int, float], least: float, growth: float) -> str | None:
+    """The first step at which a relative deviation exceeds the least tolerance and what each step adds to it."""
+    for step in (step for step in own if step in known):
+        if not abs(own[step] - known[step]) / max(abs(known[step]), 1e-30) <= least + growth * step:
+            return f"{own[step]:.6g} instead of {known[step]:.6g} at step {step}"
     return None
 
 
@@ -310,4 +358,6 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("optimizer", _optimizer, _optimizer_differs),
     Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),
     Quantity("losses", _losses, _losses_differ, seeded=True),
+    Quantity("gradient norms", _norms, _norms_differ, needed=False, seeded=True),
+    Quantity("trained tensors", _trained_tensors, _unequal(_trained_tensors), needed=False),
 )

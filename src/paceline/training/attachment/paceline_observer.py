@@ -27,42 +27,13 @@ from typing import Any, cast
 
 import paceline_digests as digests
 import paceline_facts as facts
+from paceline_clocks import CudaClock, HostClock
 
 # Steps that may be queued on a device before their numbers are read.
 STEPS_AHEAD = 8
 # The step whose collectives are counted and those that `--trace` records: all belong to the warm-up.
 WIRE_STEP = 2
 LAST_LINES = 30
-
-
-class HostClock:
-    """perf_counter: on a CPU, work is complete when the call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_s(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def passed(self, mark: float) -> bool:
-        return True
-
-
-class CudaClock:
-    """CUDA events on the current stream: device time, however far ahead the host has run."""
-
-    def mark(self) -> Any:
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def passed(self, mark: Any) -> bool:
-        return bool(mark.query())
 
 
 @dataclass
@@ -116,6 +87,19 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
                 self.write_facts()
 
     return call
+
+
+class Hook:
+    """A hook on the script's model. Copies of the model, also pickled ones, get a call without effect instead."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        self._method(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Observer:
@@ -179,8 +163,7 @@ class Observer:
         size = sum(p.numel() for p in module.parameters() if p.requires_grad)
         if not size or (self.root is not None and size <= self.facts["size"]):
             return
-        for handle in self.handles:
-            handle.remove()
+        self.unhook_model()
         first = next(p for p in module.parameters() if p.requires_grad)
         if first.device.type == "cuda" and isinstance(self.clock, HostClock):
             self.clock, self.optimizer_began = CudaClock(), None
@@ -191,15 +174,34 @@ class Observer:
             self.step.batches.clear()
         self.root = module
         self.facts |= {"size": size, "device": first.device.type}
-        self.handles = [
-            module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
-            module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
-        ]
+        self.hook_model()
         # The hooks of this call were collected before these were added.
         self.before_forward(module, args, {}, is_first=True)
         if hasattr(module, "_orig_mod"):
             # A compiled module: global hooks would become part of what is compiled.
             self.stop_discovery()
+
+    def hook_model(self) -> None:
+        self.handles = [
+            self.root.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True),
+            self.root.register_forward_hook(Hook(self.after_forward), with_kwargs=True, always_call=True),
+        ]
+
+    def unhook_model(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    @contextlib.contextmanager
+    def hidden_hooks(self) -> Any:
+        """A file of the script must not contain our hooks: `torch.load` refuses what it does not know."""
+        is_hooked = bool(self.handles)
+        self.unhook_model()
+        try:
+            yield
+        finally:
+            if is_hooked:
+                self.hook_model()
 
     def stop_discovery(self) -> None:
         for handle in self.global_handles:
@@ -555,6 +557,9 @@ class Observer:
         self.file = None
 
     def crashed(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind.__name__ == "ChildFailedError":
+            # torchrun itself, whose ranks failed; it is not one of them.
+            return
         lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
         self.facts["crash"] = {"error": f"{kind.__name__}: {error}".split("\n")[0], "lines": lines[-LAST_LINES:]}
         with contextlib.suppress(Exception):
@@ -601,8 +606,8 @@ def attach() -> None:
 
 
 def wrap_public_functions(torch: Any, own: Observer) -> None:
-    """Backward passes and gradient clipping have no hook: their public functions are wrapped."""
-    backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
+    """Backward passes, gradient clipping and saving have no hook: their public functions are wrapped."""
+    backward, clip, save = torch.autograd.backward, torch.nn.utils.clip_grad_norm_, torch.save
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -616,5 +621,11 @@ def wrap_public_functions(torch: Any, own: Observer) -> None:
             own.step.norm = norm.detach() if hasattr(norm, "detach") else norm
         return norm
 
+    @functools.wraps(save)
+    def save_without_hooks(*args: Any, **kwargs: Any) -> Any:
+        with own.hidden_hooks():
+            return save(*args, **kwargs)
+
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip
+    torch.save = save_without_hooks

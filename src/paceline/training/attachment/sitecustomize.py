@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 HERE = Path(__file__).absolute().parent
 
@@ -20,6 +21,9 @@ class AttachAfterImport(importlib.abc.Loader):
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -38,16 +42,24 @@ class AttachAfterImport(importlib.abc.Loader):
 
 
 class TorchFinder(importlib.abc.MetaPathFinder):
-    """Finds torch once, with a loader that attaches the observer; everything else is found as usual."""
+    """Finds torch with a loader that attaches the observer; everything else is found as usual.
+
+    Libraries ask where torch is long before anybody imports it, so the finder stays until the import.
+    """
+
+    def __init__(self) -> None:
+        self._is_asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._is_asking:
             return None
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = AttachAfterImport(spec.loader)
         return spec

@@ -70,7 +70,7 @@ def observe(
         output = Output(code, collections.deque(lines))
     reader.read()
     facts = read_facts(folder, seat.rank)
-    require_success(output, facts)
+    require_success(output, folder, seat.rank)
     if not reader.steps:
         raise InvalidRunError(why_nothing(spec, folder, facts))
     if facts["world_size"] != spec.topology.world_size:
@@ -219,14 +219,25 @@ def read_facts(folder: Path, rank: int) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def require_success(output: Output, facts: Mapping[str, Any]) -> None:
-    """ScriptError with the last words of this rank if the script failed."""
+def require_success(output: Output, folder: Path, rank: int) -> None:
+    """ScriptError if the script failed: with the error of this rank, else of another, else the last line printed."""
     if output.code == 0:
         return
-    crash = facts.get("crash")
-    words = crash["error"] if crash else next((line for line in reversed(output.lines) if line.strip()), "")
+    last = next((line for line in reversed(output.lines) if line.strip()), "it printed nothing")
+    words = crash_of(folder, rank) or first_crash(folder) or last
     how = f"ended with exit code {output.code}" if output.code > 0 else f"was ended by {signal_name(-output.code)}"
-    raise ScriptError(f"the script {how}: {words or 'it printed nothing'}")
+    raise ScriptError(f"the script {how}: {words}")
+
+
+def crash_of(folder: Path, rank: int) -> str | None:
+    crash = read_facts(folder, rank).get("crash")
+    return str(crash["error"]) if crash else None
+
+
+def first_crash(folder: Path) -> str | None:
+    """The error of the lowest rank that raised one: a launcher ends the others without a word."""
+    ranks = sorted(int(path.name.split("-")[1].partition(".")[0]) for path in folder.glob("rank-*.facts.json"))
+    return next((f"rank {rank}: {error}" for rank in ranks if (error := crash_of(folder, rank))), None)
 
 
 def why_nothing(spec: RunSpec, folder: Path, facts: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def test_sharded_weights_add_up_to_whole_ones() -> None:
 def test_what_cannot_be_observed_is_named() -> None:
     _, second = judged(run("ddp"), run("zero3", at=1.0, init_digests={}))
     assert second.level == CONSISTENT
-    assert second.grade == "consistent (not compared: initial weights)"
+    assert second.grade == "consistent (not compared: initial weights, trained tensors)"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,11 @@ def test_what_cannot_be_observed_is_named() -> None:
         ({"init_digests": {"w": "10:00000000000000ab"}}, "initial weights: 1 of 1 tensors"),
         ({"groups": [{**GROUP, "lr": 0.2}]}, "optimizer: lr 0.2 instead of 0.1"),
         ({"groups": [GROUP, {**GROUP, "class": "SGD"}]}, "optimizer: class SGD instead of AdamW"),
+        ({"final_digests": EVIDENCE["init_digests"]}, "trained tensors: 0 instead of 1"),
+        (
+            {"steps": lambda samples: tuple(replace(s, grad_norm=s.grad_norm * 1.01) for s in samples)},
+            "gradient norms: 2.02 instead of 2 at step 0",
+        ),
         ({"dtypes": {"compute": "bf16"}}, "compute dtype: bf16 instead of fp32"),
         ({"steps": lambda samples: samples[:-2]}, "updates: 29 instead of 30"),
         (
@@ -104,6 +109,21 @@ def test_less_work_is_different_and_never_ranked(cheat: dict[str, Any], what: st
     assert not report.comparisons
     assert not report.recommendations
     assert len({m.cell for m in report.measurements}) == 2
+
+
+def test_groups_are_compared_in_both_directions_and_by_size() -> None:
+    """Weight decay on every weight, or on other weights, is another optimizer, although each group is known."""
+    some, none = {**GROUP, "elements": 4, "weight_decay": 0.1}, {**GROUP, "elements": 6, "weight_decay": 0.0}
+    base, all_decayed, other = judged(
+        run("ddp", groups=[some, none]),
+        run("all", at=1.0, groups=[{**some, "elements": 10}]),
+        run("other", at=2.0, groups=[{**some, "elements": 5}, {**none, "elements": 5}]),
+    )
+    assert base.level == CERTIFIED
+    assert all_decayed.differs == ("optimizer: elements 10 instead of 4",)
+    assert other.differs == ("optimizer: elements 5 instead of 4",)
+    _, lost = judged(run("ddp", groups=[some, none]), run("sharded", at=1.0, groups=[{**some, "elements": 2}]))
+    assert lost.differs == ("optimizer: a group is missing (weight_decay 0.0 instead of 0.1)",)
 
 
 def test_a_script_without_a_seed_is_consistent_at_best() -> None:

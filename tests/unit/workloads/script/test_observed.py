@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
-import subprocess
+import runpy
+import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from paceline.errors import ScriptError
 from paceline.experiment.choices import Choice
 from paceline.experiment.script import Script
 from paceline.experiment.spec import RunSpec, Topology, Training, WarmUp
 from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status, StepSample
 from paceline.workloads import worker
+from paceline.workloads.script import process
 
-# A loop as people write it: two micro batches a step, a schedule, clipping, evaluation between steps.
+# A loop as people write it: two micro batches a step, a schedule, clipping, evaluation between steps, a saved model.
 TRAIN = """
-import sys
+import copy, importlib.util, io, os, sys
+
+assert importlib.util.find_spec("torch").origin.endswith("__init__.py")
 import torch
 
+if "--ranks" in sys.argv:
+    child = os.fork()
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "0" if child == 0 else "1", "2"
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Embedding(40, 8), torch.nn.Flatten(), torch.nn.Linear(8 * 6, 40))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -40,11 +50,20 @@ for step in range(9):
     model.eval()
     with torch.no_grad():
         model(ids)
+        assert step != 4 or torch.equal(copy.deepcopy(model)(ids), model(ids))
     model.train()
-    if step == 6 and "--crash" in sys.argv:
+    if step == 4:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        known = [torch.nn.Sequential, torch.nn.Embedding, torch.nn.Flatten, torch.nn.Linear]
+        with torch.serialization.safe_globals(known):
+            print("saved with", len(torch.load(file)._forward_hooks), "hooks")
+    if step == 6 and "--ranks" in sys.argv and child == 0:
         raise ValueError("the data is gone")
-print("loss", loss.item())
-sys.exit(7 if "--seven" in sys.argv else 0)
+if "--ranks" in sys.argv:
+    print("rank 0 ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(f"loss {loss.item():.4f}")
+sys.exit(7 if "--ranks" in sys.argv else 0)
 """
 Observe = Callable[..., RunRecord]
 
@@ -55,7 +74,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Observe:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*command: str, steps: int = 0, workload: str = "script", repeat: int = 0) -> RunRecord:
+    def run(*command: str, steps: int = 0, workload: str = "script") -> RunRecord:
         spec = RunSpec(
             experiment="own",
             workload=Choice.parse(workload),
@@ -66,7 +85,6 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Observe:
             script=Script(command=command),
             warmup=WarmUp(minimum=4, maximum=4, window=2),
             telemetry_hz=0,
-            repeat=repeat,
         )
         run_dir = store.create(tmp_path, spec)
         recorder = worker.FolderRecorder(run_dir, 0)
@@ -100,9 +118,12 @@ def test_every_step_is_seen_and_the_script_notices_nothing(
 ) -> None:
     record = observe(sys.executable, train, workload="script:trace=2-3")
     printed = capfd.readouterr()
-    plain = subprocess.run([sys.executable, train], capture_output=True, text=True, check=True)
-    assert printed.out == plain.stdout
-    assert (printed.err, plain.stderr) == ("", "")
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(train, run_name="__main__")
+    bare = capfd.readouterr()
+    assert printed == bare
+    assert printed.out.startswith("saved with 0 hooks\nloss ")
+    assert printed.err == ""
     assert record.outcomes[0].status is Status.OK
     steps: list[StepSample] = list(record.steps)
     assert [s.step for s in steps] == list(range(9))
@@ -127,23 +148,26 @@ def test_every_step_is_seen_and_the_script_notices_nothing(
     assert {"aten::embedding", "aten::addmm"} <= {event.get("name") for event in trace["traceEvents"]}
 
 
-def test_a_limit_ends_the_script_after_that_many_steps(observe: Observe, train: str) -> None:
-    record = observe(sys.executable, train, steps=6)
-    assert record.outcomes[0].status is Status.OK
-    assert len(record.steps) == 6
-
-
-def test_a_crash_is_a_failure_in_the_words_of_the_script(observe: Observe, train: str) -> None:
-    record = observe(sys.executable, train, "--crash")
+def test_a_failed_script_keeps_its_exit_code_and_the_words_of_its_ranks(observe: Observe, train: str) -> None:
+    """Rank 0 raises an error after seven steps; rank 1, which started it, ends with 7 after all nine."""
+    record = observe(sys.executable, train, "--ranks")
     assert record.outcomes[0].status is Status.FAILED
-    assert record.outcomes[0].error == "the script ended with exit code 1: ValueError: the data is gone"
+    assert record.outcomes[0].error == "the script ended with exit code 7: ValueError: the data is gone"
     assert len(record.steps) == 7
+    (folder,) = Path(record.path).glob("script-*")
+    lines = [json.loads(line) for line in (folder / "rank-1.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(9))
+    code, printed = json.loads((folder / "ended").read_text())
+    assert code == 7
+    assert "rank 0 ended with 1" in printed
+    with pytest.raises(ScriptError, match="exit code 7: rank 0: ValueError: the data is gone"):
+        process.require_success(process.Output(code, collections.deque(printed)), folder, 1)
 
 
-def test_an_exit_code_is_kept(observe: Observe, train: str) -> None:
-    record = observe(sys.executable, train, "--seven")
-    assert str(record.outcomes[0].error).startswith("the script ended with exit code 7: loss ")
-    assert len(record.steps) == 9
+def test_a_script_that_raises_nothing_fails_with_its_last_line(observe: Observe, tmp_path: Path) -> None:
+    (tmp_path / "seven.py").write_text("print('loss 3'); print(); raise SystemExit(7)")
+    record = observe(sys.executable, str(tmp_path / "seven.py"))
+    assert record.outcomes[0].error == "the script ended with exit code 7: loss 3"
 
 
 def test_a_program_that_does_not_exist_is_one_sentence(observe: Observe) -> None:
@@ -164,7 +188,7 @@ import time, torch
 torch.manual_seed(0)
 model = torch.nn.Embedding(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(14):
+for step in range(100):
     model(torch.arange(8).reshape(2, 4)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -179,13 +203,23 @@ def test_the_gate_catches_a_slower_commit(observe: Observe, tmp_path: Path, caps
     script = tmp_path / "sleepy.py"
     for at, (side, seconds) in enumerate((("before", 0.005), ("after", 0.1))):
         script.write_text(SLEEPY.format(seconds=seconds))
-        for repeat in range(2):
-            record = observe(sys.executable, str(script), repeat=repeat)
-            assert record.outcomes[0].status is Status.OK, record.outcomes[0].error
-            store.seal(Path(record.path), Status.OK, None, 10.0 * at + repeat, 10.0 * at + repeat + 1)
+        record = observe(sys.executable, str(script), steps=14)
+        # The limit ended the script.
+        assert record.outcomes[0].status is Status.OK, record.outcomes[0].error
+        assert len(record.steps) == 14
+        for repeat, path in enumerate((Path(record.path), repeated(record, tmp_path))):
+            store.seal(path, Status.OK, None, 10.0 * at + repeat, 10.0 * at + repeat + 1)
         (tmp_path / "own").rename(tmp_path / side)
     comment = tmp_path / "comment.md"
     code = main(["gate", str(tmp_path / "before"), str(tmp_path / "after"), "--limit", "30", "--comment", str(comment)])
     assert code == 1
     assert "regression beyond 30 %: sleepy.py, 1 process: tokens_per_s" in capsys.readouterr().err
     assert "equal work: certified" in comment.read_text()
+
+
+def repeated(record: RunRecord, out: Path) -> Path:
+    """The directory of a second launch, which took the same times: two launches are needed for an interval."""
+    path = store.create(out, replace(record.spec, repeat=1))
+    for file in (*Path(record.path).glob("samples-*"), *Path(record.path).glob("outcome-*")):
+        shutil.copy(file, path)
+    return path
