@@ -84,8 +84,9 @@ def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
     """The experiment as a file beside its results, so that `paceline run` can repeat and change it."""
     import yaml
 
-    from paceline.experiment.script import Script
+    from paceline.experiment.script import Script, require_no_secret
 
+    require_no_secret(command, {})
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Script(command=tuple(command)).title.removesuffix(".py"))
     trace = {} if arguments.trace is None else {"trace": arguments.trace}
     given = {"steps": arguments.steps, "processes": arguments.processes}

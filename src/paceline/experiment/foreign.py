@@ -24,9 +24,9 @@ from paceline.experiment.spec import RunSpec
 # A variable with the same meaning as the option `--allow-modules`, for commands that others start.
 ALLOWED = "PACELINE_ALLOW_MODULES"
 ALL = "all"
-# Variables that tune a library. Not: its plugins, files, interfaces and identities.
+# Variables that tune a library. Not: its plugins, tools, files, interfaces, addresses and identities.
 _TUNING = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL|KMP|DS)_[A-Z0-9_]+")
-_NO_TUNING = re.compile(r"PLUGIN|FILE|PATH|DIR|LIB|CONF|IFNAME|HOSTID|COMM_ID|TUNER|PROFILER|NET$")
+_NO_TUNING = re.compile(r"PLUGIN|TOOL|FILE|PATH|DIR|LIB|CONF|IFNAME|ADDR|HOSTID|COMM_ID|TUNER|PROFILER|NET$")
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:^=+-]{0,64}")
 
 

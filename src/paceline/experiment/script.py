@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RequestError, Scalar, did_you_mean, require
+from paceline.host import redaction
 
 # Fields of a run that a command may name as well.
 RUN_FIELDS = ("device", "nodes", "processes", "repeat", "seed", "steps")
@@ -34,6 +35,11 @@ class ConfigFile:
     name: str
     text: str
 
+    def __post_init__(self) -> None:
+        # It is written into directories of ours, and a spec may be somebody else's.
+        plain = isinstance(self.name, str) and self.name.isprintable() and Path(self.name).name == self.name
+        require(plain and self.name not in ("", ".."), "files", self.name, "the name of a file without a directory")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
@@ -49,6 +55,16 @@ class Script:
     files: Mapping[str, ConfigFile] = field(default_factory=dict)
     work: tuple[str, ...] = ()
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        words = bool(self.command) and all(isinstance(word, str) for word in (*self.command, *self.work))
+        require(words, "command", self.command, "a list of words, such as [train.py, --lr, 0.1]")
+        for name, value in self.parameters.items():
+            plain = value is None or isinstance(value, str | int | float | bool)
+            require(plain, f"parameters.{name}", value, "text, a number, true, false or null")
+        for name in self.work:
+            accepted = f"parameters of the command ({', '.join(self.parameters) or 'none'})"
+            require(name in self.parameters, "work", name, accepted)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Script:
@@ -140,20 +156,35 @@ def build(fields: Mapping[str, Any], run_fields: Mapping[str, Scalar]) -> Script
     """The script of a cell, checked: every name has a value, and config files stay valid where their type is known."""
     command, files = tuple(_command(fields["command"])), _files(fields.get("files") or {})
     parameters, work = dict(fields.get("parameters") or {}), tuple(fields.get("work") or ())
-    for name, value in parameters.items():
+    for name in parameters:
         require(name not in RUN_FIELDS, "parameters", name, f"another name: {name} is a field of the run")
-        plain = value is None or isinstance(value, str | int | float | bool)
-        require(plain, f"parameters.{name}", value, "text, a number, true, false or null")
-    for name in work:
-        require(name in parameters, "work", name, f"parameters of the command ({', '.join(parameters) or 'none'})")
     script = Script(command=command, parameters=parameters, files=files, work=work)
     words, texts = script.rendered(run_fields, "files")
+    require_no_secret(words, texts)
     for name, text in texts.items():
         _parse(name, text)
     named = {*names_in(command), *names_in([each.text for each in files.values()])}
     idle = [name for name in parameters if name not in named]
     require(not idle, "parameters", ", ".join(idle), "names that the command or a config file contains in braces")
     return Script(command=command, parameters=parameters, files=files, work=work, code=_code(words))
+
+
+def require_no_secret(words: Sequence[str], texts: Mapping[str, str]) -> None:
+    """RequestError if the command or a config file contains what looks like a secret: both are recorded and shown."""
+    instead = (
+        "no secret, because it is recorded and shown in reports; export it instead, as HF_TOKEN or WANDB_API_KEY: "
+        "a script has the environment of Paceline"
+    )
+    line = " ".join(words)
+    if found := redaction.SECRET.search(line):
+        # The option may be named, its value not: it may be the secret.
+        before = line[: found.end()].split()
+        option = next((word for word in reversed(before) if word.startswith("-")), "")
+        name = option.partition("=")[0]
+        where = f" at {name}" if name and not redaction.SECRET.search(name) else ""
+        require(False, "command", f"a word that looks like a secret{where}", instead)
+    for name, text in texts.items():
+        require(redaction.SECRET.search(text) is None, f"files: {name}", "text that looks like a secret", instead)
 
 
 def processes_of(command: Sequence[Any], parameters: Mapping[str, Scalar], offered: int) -> int:
@@ -195,7 +226,9 @@ def _file(name: str, value: object) -> ConfigFile:
     require(isinstance(value, str), f"files.{name}", value, "the path of a config file")
     path = Path(str(value)).expanduser()
     try:
-        require(path.stat().st_size <= LARGEST_FILE_BYTES, f"files.{name}", str(path), "a file of at most 1 MiB")
+        # Not a device or a pipe, which would never end.
+        fits = not path.exists() or (path.is_file() and path.stat().st_size <= LARGEST_FILE_BYTES)
+        require(fits, f"files.{name}", str(path), "a file of at most 1 MiB")
         return ConfigFile(name=path.name, text=path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(

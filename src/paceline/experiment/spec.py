@@ -251,8 +251,10 @@ class RunSpec:
         every = self.checkpoint_every
         require(every is None or every >= 1, "checkpoint_every", every, "a number of steps from 1, or null for none")
         require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
-        is_text = isinstance(self.env, Mapping) and all(isinstance(v, str) for pair in self.env.items() for v in pair)
-        require(is_text, "env", self.env, "a mapping of names to text")
+        for name in ("env", "contents"):
+            value = getattr(self, name)
+            is_text = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
+            require(is_text, name, value, "a mapping of names to text")
         for name in ("timeout_s", "stall_s"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number of seconds")
         accepted = f"readings a second up to {FASTEST_TELEMETRY_HZ:g}, or 0 for none"

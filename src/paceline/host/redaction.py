@@ -13,6 +13,7 @@ from paceline.errors import RequestError
 from paceline.host.environment import SECRET_VALUE, recorded_environment
 
 MARK = "[redacted]"
+# Every repetition that more must follow is bounded: a node can send a line on which the search takes quadratic time.
 # Recognised by shape, or by name (`HF_TOKEN=...`, `password: ...`, `--api-key ...`, `X-Api-Key: ...`).
 _WORDS = (
     r"password|passwd|passphrase|api[_-]?key|(?:access|secret|account|private|signing|encryption)[_-]?key"
@@ -20,17 +21,24 @@ _WORDS = (
     r"|(?:auth|access|api|bearer|refresh|session|id|hub|private|security|bot)[_-]?token"
 )
 _NAME = (
-    r"\b(?:[A-Z][A-Z0-9_]*_)?(?:API)?(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?:_[A-Z0-9_]+)?"
-    rf"|(?<![\w-])(?i:(?:\w+[_-])?(?:{_WORDS}))(?![\w-])"
+    r"\b(?:[A-Z][A-Z0-9_]{,60}_)?(?:API)?(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?:_[A-Z0-9_]{1,60})?"
+    rf"|(?<![\w-])(?i:(?:\w{{1,60}}[_-])?(?:{_WORDS}))(?![\w-])"
 )
 # A number, a variable and a word such as null are no secrets.
 _NO_VALUE = r"(?!\d+\b|[$<*\[]|null\b|None\b)"
 _NAMED = rf"(?:{_NAME})[\"']?\s*[=:]\s*[\"']?{_NO_VALUE}[^\s\"',;&]{{6,}}"
 # These are words of many texts, so that their value must look like a key.
-_WEAK = rf"(?<![\w-])(?i:token|secret)[\"']?\s*[=:]\s*[\"']?{_NO_VALUE}(?=[^\s\"',;&]*\d)[^\s\"',;&]{{8,}}"
+_WEAK = rf"(?<![\w-])(?i:token|secret)[\"']?\s*[=:]\s*[\"']?{_NO_VALUE}(?=[^\s\"',;&]{{,256}}\d)[^\s\"',;&]{{8,}}"
 _HEADER = r"(?:proxy-)?authorization|x-(?:goog-)?api-key|ocp-apim-subscription-key|x-auth-token|(?:set-)?cookie"
 _HEADERS = rf"\b(?i:{_HEADER})[\"']?\s*[:=]\s*[\"']?{_NO_VALUE}[^\r\n\"',]{{6,}}"
-_OPTION = rf"(?<![\w-])--?(?:\w+-)*(?i:{_WORDS}|token|secret)[ =][\"']?(?!-){_NO_VALUE}[^\s\"',;]{{6,}}"
+# Of a command, or of a list of its words as Python prints it.
+_GIVEN = r"(?:=|[\"']?,?[ \t]+)[\"']?"
+_PREFIX = r"(?<![\w-])--?(?:[A-Za-z0-9]+[_-])*"
+_OPTION = rf"(?:{_PREFIX}(?i:{_WORDS})|(?<![\w-])--?(?:\w+-)*(?i:token|secret)){_GIVEN}(?!-){_NO_VALUE}[^\s\"',;]{{6,}}"
+# `--image_key` and `--pad_token` are options of many scripts, so that their value must look like a key.
+_WEAK_OPTION = (
+    rf"{_PREFIX}(?i:key|token|secret){_GIVEN}(?=[\w+/=-]{{,256}}\d)(?=[\w+/=-]{{,256}}[A-Za-z])[\w+/=-]{{16,}}"
+)
 # In a log nothing else is that long and that mixed. Digests, addresses and mangled names are known.
 _WORD = re.compile(r"(?<![\w+/=-])(?<!sha256:)(?<!sha256 )[A-Za-z0-9+/_=-]{20,}(?![\w+/=-])")
 _KNOWN_WORD = re.compile(
@@ -40,7 +48,7 @@ _HEX = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
 _LEAST_BITS = 3.9
 _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)")
 _SECRET_FIELD = re.compile(_NAME)
-SECRET = re.compile(f"{SECRET_VALUE.pattern}|{_HEADERS}|{_OPTION}|{_NAMED}|{_WEAK}")
+SECRET = re.compile(f"{SECRET_VALUE.pattern}|{_HEADERS}|{_OPTION}|{_WEAK_OPTION}|{_NAMED}|{_WEAK}")
 
 
 def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:

@@ -37,7 +37,9 @@ class Winner:
 
     @property
     def citation(self) -> list[str]:
-        return [self.sentence, f"Measured by Paceline in {', '.join(self.runs)}."]
+        """One line each, whatever names contain: they become comments of files that other tools read."""
+        lines = (self.sentence, f"Measured by Paceline in {', '.join(self.runs)}.")
+        return [" ".join(line.split()) for line in lines]
 
 
 def winner_of(report: Report) -> Winner:
@@ -91,7 +93,7 @@ def torchrun(winner: Winner) -> Files:
         argv = list(words) if script.starts_ranks else [*start, *words]
     else:
         argv = [*start, "-m", "paceline.workloads.worker", "RUN_DIR"]
-    return {"run.sh": f"#!/bin/sh\n{_comment(winner)}set -e\nexec {shlex.join(argv)}\n", **files}
+    return {**files, "run.sh": f"#!/bin/sh\n{_comment(winner)}set -e\nexec {shlex.join(argv)}\n"}
 
 
 def deepspeed(winner: Winner) -> Files:

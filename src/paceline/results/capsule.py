@@ -38,12 +38,13 @@ from paceline.host import redaction
 from paceline.host.processes import is_running
 from paceline.results import safe_text, sealing, store
 from paceline.results.records import RunRecord
+from paceline.results.tar_stream import TarStream, is_plain
 
 FORMAT, SCHEMA = "paceline-capsule", 1
 ROOT, MANIFEST = "capsule", "manifest.json"
 # Larger capsules are rejected unread: a small file may unpack to any size.
-MOST_FILES, MOST_BYTES, MOST_MANIFEST_BYTES = 500_000, 16 * 2**30, 256 * 2**20
-_CHUNK = 1 << 20
+# A manifest takes up to twenty times its size in memory.
+MOST_FILES, MOST_BYTES, MOST_MANIFEST_BYTES = 200_000, 16 * 2**30, 32 * 2**20
 # tar fills its last record of this many bytes with zeros.
 _MOST_PADDING = 10_240
 _EXPECTED = "expected a file as written by `paceline capsule`"
@@ -288,10 +289,10 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack all files below `folder` and return the manifest; RequestError if the capsule is not as it was packed."""
     try:
         # Read forward only, so that one pass checks everything, including the CRC at the end of the gzip stream.
-        with gzip.open(path, "rb") as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        with gzip.open(path, "rb") as stream:
+            tar = TarStream(stream, path.stat().st_size)  # type: ignore[arg-type]
             manifest = _read_manifest(path, tar)
             pending = dict(manifest["files"])
-            # `for member in tar` would begin with the manifest again.
             while (member := tar.next()) is not None:
                 _unpack_member(path, tar, member, pending, folder)
             # Only tar's padding may follow, and nothing after the gzip stream, whose last four bytes are its size.
@@ -301,7 +302,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
                 size = int.from_bytes(raw.read(), "little")
             if len(rest) > _MOST_PADDING or rest.strip(b"\0") or stream.tell() % 2**32 != size:
                 raise RequestError(f"{path}: data after the end of the capsule, {_EXPECTED}.")
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
         raise RequestError(f"{path}: not a complete capsule ({error or type(error).__name__}), {_EXPECTED}.") from None
     if pending:
         raise RequestError(f"{path}: {min(pending)} is missing, {_EXPECTED}.")
@@ -323,17 +324,17 @@ def _require_agreement(path: Path, manifest: Mapping[str, Any], runs: Path) -> N
         raise RequestError(f"{path}: {MANIFEST} does not match the runs of the capsule, {_EXPECTED}.")
 
 
-def _read_manifest(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
+def _read_manifest(path: Path, tar: TarStream) -> dict[str, Any]:
     first = tar.next()
-    if first is None or first.name != f"{ROOT}/{MANIFEST}" or not first.isreg() or first.size > MOST_MANIFEST_BYTES:
+    if first is None or first.name != f"{ROOT}/{MANIFEST}" or not is_plain(first) or first.size > MOST_MANIFEST_BYTES:
         raise RequestError(f"{path}: not a capsule, because it does not begin with {ROOT}/{MANIFEST}.")
-    stream = tar.extractfile(first)
+    content = b"".join(iter(tar.read, b""))
     try:
-        manifest = json.loads(stream.read() if stream else b"")
+        manifest = json.loads(content)
         schema, files = manifest["schema"], manifest["files"]
         known = manifest["format"] == FORMAT and type(schema) is int and schema >= 1
         sizes = [int(facts["bytes"]) for facts in files.values() if len(facts["sha256"]) == 64]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RequestError(f"{path}: {MANIFEST} cannot be read ({error}).") from None
     if not known or len(sizes) != len(files):
         raise RequestError(f"{path}: {MANIFEST} is not the manifest of a capsule.")
@@ -346,22 +347,19 @@ def _read_manifest(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _unpack_member(
-    path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, pending: dict[str, Any], folder: Path
-) -> None:
+def _unpack_member(path: Path, tar: TarStream, member: tarfile.TarInfo, pending: dict[str, Any], folder: Path) -> None:
     name = member.name.removeprefix(f"{ROOT}/")
     wanted = pending.pop(name, None)
     if wanted is None or not member.name.startswith(f"{ROOT}/"):
         raise RequestError(f"{path}: {member.name!r} is not in the manifest, {_EXPECTED}.")
-    if not member.isreg() or member.size != wanted["bytes"]:
+    if not is_plain(member) or member.size != wanted["bytes"]:
         raise RequestError(f"{path}: {name} is not a file of {wanted['bytes']} bytes as in the manifest, {_EXPECTED}.")
     safe = tarfile.data_filter(member, str(folder))
-    source = tar.extractfile(member)
     target = folder / safe.name
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with target.open("xb") as written:
-        while source is not None and (chunk := source.read(_CHUNK)):
+        while chunk := tar.read():
             digest.update(chunk)
             written.write(chunk)
     if digest.hexdigest() != wanted["sha256"]:

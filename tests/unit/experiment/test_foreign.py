@@ -122,6 +122,8 @@ def test_a_link_into_the_project_is_judged_by_where_the_file_is(tmp_path: Path) 
         ("NCCL_CONF_FILE", "x", False),
         ("NCCL_COMM_ID", "evil:1", False),
         ("NCCL_SOCKET_IFNAME", "eth0", False),
+        ("NCCL_RAS_ADDR", "0.0.0.0:28028", False),
+        ("OMP_TOOL_VERBOSE_INIT", "x", False),
         ("NCCL_ALGO", "../x", False),
         ("LD_PRELOAD", "x", False),
         ("LD_LIBRARY_PATH", "x", False),

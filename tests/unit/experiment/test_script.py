@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,68 @@ def test_commands_that_begin_with_the_script_are_started_by_the_launcher() -> No
     assert Script(command=("python", "train.py")).starts_ranks
     assert fill("{flag}", {"flag": True}) == "true"
     assert dataclasses.replace(Script(command=("-m", "lab.train"))).title == "lab.train"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--hub_token", "hf_abcdefghijklmnop"],
+        ["--wandb_api_key=0123456789abcdef"],
+        ["--wandb_key", "0123456789abcdef0123456789abcdef01234567"],
+        ["--hf_token", "{value}"],
+        ["--url", "https://user:pass@example.org/x"],
+    ],
+)
+def test_a_command_with_a_secret_is_refused_without_repeating_it(tmp_path: Path, words: list[str]) -> None:
+    more = {"value": "plainsecretvalue1"} if "{value}" in words else {}
+    with pytest.raises(RequestError, match="looks like a secret") as caught:
+        load(tmp_path, base=base("train.py", *words, **more))
+    assert not any(part in str(caught.value) for part in ("hf_abc", "0123456789", "plainsecret", "pass@"))
+
+
+def test_options_that_only_sound_like_a_secret_are_accepted(tmp_path: Path) -> None:
+    words = (
+        "--pad_token <pad> --eos_token endoftext --image_key image --tokenizer gpt2 --max-tokens 100000 --key_dim 128"
+    )
+    (spec,) = load(tmp_path, base=base("train.py", *words.split()))
+    assert spec.script is not None
+    assert spec.script.command[1:] == tuple(words.split())
+
+
+def test_a_config_file_with_a_secret_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hub.yaml").write_text("push: true\nhub_token: hf_abcdefghijklmnop\n")
+    with pytest.raises(RequestError, match=r"files: hub.yaml: got 'text that looks like a secret'") as caught:
+        load(tmp_path, base=base("train.py", "{c}", files={"c": str(tmp_path / "hub.yaml")}))
+    assert "hf_abc" not in str(caught.value)
+
+
+def test_a_device_or_a_pipe_is_no_config_file(tmp_path: Path) -> None:
+    """They have no size, and never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe")):
+        with pytest.raises(RequestError, match=r"files\.c: got .* expected a file of at most 1 MiB"):
+            load(tmp_path, base=base("train.py", "{c}", files={"c": path}))
+
+
+@pytest.mark.parametrize("name", ["../run.sh", "/etc/passwd", "..", "", "a\nb", "a/b"])
+def test_a_stored_config_file_stays_in_its_directory(tmp_path: Path, name: str) -> None:
+    """`paceline recipe` writes the files of a capsule by these names."""
+    (tmp_path / "ds.json").write_text("{}")
+    (spec,) = load(tmp_path, base=base("train.py", "{c}", files={"c": str(tmp_path / "ds.json")}))
+    stored = spec.to_dict()
+    stored["script"]["files"]["c"]["name"] = name
+    with pytest.raises(RequestError, match="expected the name of a file without a directory"):
+        RunSpec.from_dict(stored)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("command", []), ("command", [1]), ("parameters", {"lr": [1]}), ("work", ["lr"]), ("work", [{}])],
+)
+def test_a_stored_script_of_other_types_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    stored = load(tmp_path, base=base("train.py"))[0].to_dict()
+    stored["script"][field] = value
+    with pytest.raises(RequestError):
+        RunSpec.from_dict(stored)
+    with pytest.raises(RequestError, match="contents: got"):
+        RunSpec.from_dict(load(tmp_path, base=base("train.py"))[0].to_dict() | {"contents": ["x"]})

@@ -143,10 +143,23 @@ def test_a_long_log_is_searched_in_linear_time() -> None:
         "Authorization ",
         "-----BEGIN PRIVATE KEY-----",
         "=" * 99,
+        ":" * 50,
+        "TOKEN_" * 10,
+        "secret:",
+        "--api-key=",
+        "' , " * 20,
     ):
         spent = []
         for count in (200, 2000):
             began = time.process_time()
-            redaction.clean_text(piece * count)
+            redaction.clean_text(f"://{piece * count}")
             spent.append(time.process_time() - began)
         assert spent[1] < 40 * spent[0] + 0.5, piece
+
+
+def test_options_of_a_command_are_redacted_also_in_a_list_of_its_words() -> None:
+    words = ["t.py", "--hub_token", "abcdef123", "--wandb_key", "0123456789abcdef0123456789abcdef", "--lr", "0.1"]
+    for text in (f"failed: {words}", " ".join(words), json.dumps(words)):
+        cleaned = redaction.clean_text(text)
+        assert "abcdef" not in cleaned
+        assert "--lr" in cleaned

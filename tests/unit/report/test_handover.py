@@ -82,3 +82,11 @@ def test_a_script_is_written_with_its_config_files() -> None:
 def test_results_without_a_winner_are_refused() -> None:
     with pytest.raises(RequestError, match="without a winner"):
         winner_of(build([build_record(build_spec("ddp")), build_record(build_spec("fsdp2"))], title=""))
+
+
+def test_names_cannot_add_lines_to_a_file() -> None:
+    """A name of a capsule with a line feed stays inside the comment."""
+    chosen = Winner(winner("ddp").fields, "a\nexec evil\n is faster.", ("run-a",))
+    for tool in ("torchrun", "accelerate", "torchtitan"):
+        for text in files_for(tool, chosen).values():
+            assert not any(line.startswith("exec evil") for line in text.splitlines())

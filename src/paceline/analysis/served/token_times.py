@@ -21,6 +21,8 @@ NS = 1e9
 STEADY_RATIO = 0.95
 # In parts of a step: answers that end this close together ended in the same step.
 SAME_STEP = 0.5
+# The most gaps that are made by splitting longer ones: a server may claim any number of tokens.
+MOST_PARTS = 10**7
 
 
 def first_token_ns(request: RequestSample) -> int | None:
@@ -100,11 +102,12 @@ class Gaps:
 
 def gaps_between_tokens(requests: Sequence[RequestSample]) -> Gaps:
     """A gap at whose end k tokens arrived counts as k gaps of a k-th each. Tokens that arrived with the first have no
-    gap."""
+    gap. If these were too many in all, every gap counts once, as a k-th."""
     came = arrivals(requests)
     within = ~came.first[1:]
     tokens = came.tokens[1:][within]
-    parts = np.rint(tokens).astype(np.int64)
+    is_small = tokens.sum() <= MOST_PARTS + len(tokens)
+    parts = np.rint(tokens).astype(np.int64) if is_small else np.ones(len(tokens), dtype=np.int64)
     seconds = np.repeat(np.diff(came.times)[within] / tokens, parts) / NS
     began = np.argsort(np.argsort(came.times[came.first], kind="stable"))
     answers = np.repeat(began[(np.cumsum(came.first) - 1)[1:][within]], parts)

@@ -153,3 +153,11 @@ def test_answers_without_times_between_tokens_are_bridged_by_their_length() -> N
     asked = closed_load(4, 30, 0.0, 0.5, tokens=1)
     # 10 ms each, and 0.5 ms until the next: no more than a twentieth.
     assert token_times.steady(asked, 4).seconds == pytest.approx(30 * 0.01 + 29 * 0.0005)
+
+
+@pytest.mark.parametrize("tokens", [10**9, 10**18, 2**190])
+def test_a_server_that_claims_too_many_tokens_fills_no_memory(tokens: int) -> None:
+    """Each gap then counts once, as its share of one token."""
+    found = token_times.gaps_between_tokens([request(tokens=tokens, token_ns=(10 * MS, 20 * MS, 30 * MS))])
+    assert found.seconds.tolist() == pytest.approx([ms / 1e3 / (tokens / 4) for ms in (10, 20, 30)])
+    assert found.split == 0
