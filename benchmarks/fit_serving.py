@@ -8,52 +8,26 @@ Single streams in bf16 on A100 are shown only. Writes src/paceline/prediction/se
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from paceline.experiment.choices import Choice
-from paceline.models import arithmetic
-from paceline.prediction import hardware, serving
+from paceline.prediction import serving
+from paceline.prediction.served_anchors import MODELS, read_table
 from paceline.prediction.serving import Served
 
 TABLE = Path(__file__).parent / "data" / "inference.csv"
-MODELS = {
-    "Llama-3.1-8B": "llama-8b",
-    "Llama-3.3-70B": "llama-70b",
-    "Llama-3.1-405B": "llama-70b:layers=126,hidden=16384,heads=128,kv_heads=8,head_dim=128,ffn=53248",
-    "Llama 2": "llama-7b",
-    "Qwen-7B-Chat": "llama-7b",
-}
 
 
 def rows() -> list[tuple[str, Served, float]]:
-    found = []
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            precision, name = row["precision"].casefold(), MODELS.get(row["model"])
-            alone = row["batch"] == "1"
-            if (
-                name is None
-                or precision not in ("fp8", "bf16")
-                or (row["model"] == "Llama 2" and row["params_b"] != "7.0")
-            ):
-                continue
-            served = Served(
-                shape=arithmetic.load(Choice.parse(name)),
-                gpu=hardware.accelerator(row["gpu"]),
-                tp=int(row["tp"] or row["n_gpus"]),
-                precision=precision,
-                input_tokens=int(row["input_len"] or 64),
-                output_tokens=int(row["output_len"] or 256),
-                batch=1 if alone else None,
-            )
-            if served.most_sequences() > 0:
-                found.append((row["model"], served, float(row["output_tokens_per_s"])))
-    return found
+    """Dense Llama rows in fp8 and bf16, by model."""
+    return [
+        (one.name.rpartition(": ")[2], one.served, one.tokens_per_s)
+        for one in read_table(TABLE)
+        if one.served.precision in ("fp8", "bf16") and one.name.rpartition(": ")[2] in MODELS
+    ]
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +251,7 @@ def usd_of(arguments: argparse.Namespace) -> float | None:
 
 def serving_options(arguments: argparse.Namespace) -> int:
     """Replicas against tensor parallelism on each kind and number of GPUs, under limits on TTFT and TPOT."""
+    from paceline.campaign.run.measured_setups import read_known
     from paceline.experiment.choices import Choice
     from paceline.models import arithmetic
     from paceline.prediction import hardware, serving
@@ -261,6 +263,9 @@ def serving_options(arguments: argparse.Namespace) -> int:
     require(valid, "--serving", arguments.serving, "tokens of prompt and answer, such as 1000/200")
     kinds = serving.WEIGHT_BYTES
     require(arguments.precision in kinds, "--precision", arguments.precision, ", ".join(kinds))
+    anchors = read_known(arguments.anchor).served
+    require(bool(anchors) or not arguments.anchor, "--anchor", ", ".join(arguments.anchor), "served runs or rows")
+    measured = [(one.served, one.tokens_per_s) for one in anchors]
     found = []
     for gpu in words_of(arguments.gpu):
         for gpus in words_of(str(arguments.gpus)):
@@ -272,16 +277,21 @@ def serving_options(arguments: argparse.Namespace) -> int:
                 input_tokens=int(prompt),
                 output_tokens=int(answer),
             )
-            found += serving.partitions(base, int(gpus), arguments.ttft, arguments.tpot)
+            found += serving.partitions(base, int(gpus), arguments.ttft, arguments.tpot, measured)
     if not found:
         raise RequestError(
             f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough for {arguments.model} within the limits. "
             "Use more GPUs, --precision fp8, or a longer --ttft and --tpot."
         )
     if arguments.json:
-        print(json.dumps([serving.to_dict(one) for one in found], indent=2))
+        print(json.dumps([serving.to_dict(one, len(anchors)) for one in found], indent=2))
         return OK
-    console().print(Fitted(tables.served(found)))
+    screen = console()
+    screen.print(Fitted(tables.served(found, len(anchors))))
+    if anchors:
+        best = replace(found[0].served, batch=found[0].batch)
+        known = [(one.name, one.served, one.tokens_per_s) for one in anchors]
+        screen.print(Fitted(tables.served_narrowing(serving.worth(best, known))))
     return OK
 
 

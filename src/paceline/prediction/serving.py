@@ -36,6 +36,8 @@ PRIORS: Mapping[str, tuple[float, float, str]] = {
 USABLE_RATIO = 0.88
 MOST_SEQUENCES = 1024
 NORMAL_90 = 1.645
+# Spread between two measurements of one setup; per doubling of batch or weights; for another GPU or precision.
+ANCHOR_SD, DOUBLING_SD, UNLIKE_SD = 0.11, 0.08, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +141,7 @@ def predict(
     most = one.most_sequences()
     require(most > 0, "--gpus", one.gpus, f"at least {needed_gpus(one)} GPUs for the weights of {one.shape.name}")
     batch = min(one.batch or most, most)
-    # The level of an engine: the prior is the spread of the fit, anchors pull it.
-    noise, level, precision = 0.08, 0.0, 1 / fitted.sd**2
-    for setup, measured in anchors:
-        other = min(setup.batch or setup.most_sequences(), max(setup.most_sequences(), 1))
-        level += math.log(measured / throughput(setup, other, fitted.values)) / noise**2
-        precision += 1 / noise**2
-    scale = math.exp(level / precision)
-    spread = math.sqrt(1 / precision + (noise**2 if anchors else 0.0))
+    scale, spread = _level(one, batch, anchors, fitted)
     prefill, _ = times(one, batch, fitted.values)
     rate = throughput(one, batch, fitted.values) * scale
     return ServedPrediction(
@@ -159,7 +154,61 @@ def predict(
     )
 
 
-def to_dict(one: ServedPrediction) -> dict[str, object]:
+def _level(one: Served, batch: int, anchors: Sequence[tuple[Served, float]], fitted: ServingFit) -> tuple[float, float]:
+    """(factor of the engine on the predicted rate, sd of its logarithm).
+
+    The prior is the spread of the fit. An anchor pulls the more, the more similar it is: an engine that is good at
+    large batches need not be at single streams.
+    """
+    level, precision = 0.0, 1 / fitted.sd**2
+    for setup, measured in anchors:
+        other = min(setup.batch or setup.most_sequences(), max(setup.most_sequences(), 1))
+        noise = _difference(one, batch, setup, other)
+        level += math.log(measured / throughput(setup, other, fitted.values)) / noise**2
+        precision += 1 / noise**2
+    # The setup itself scatters as one measurement does, however well the level is known.
+    variance = 1 / precision + (ANCHOR_SD**2 if anchors else 0.0)
+    return math.exp(level / precision), math.sqrt(min(variance, fitted.sd**2))
+
+
+def _difference(one: Served, batch: int, other: Served, other_batch: int) -> float:
+    """Assumed sd of the logarithm of the ratio of two setups' engine factors."""
+    apart = (
+        ANCHOR_SD,
+        DOUBLING_SD * math.log2(batch / other_batch),
+        DOUBLING_SD * math.log2(one.weight_bytes / one.tp / (other.weight_bytes / other.tp)),
+        DOUBLING_SD
+        * math.log2((one.input_tokens / one.output_tokens) / (other.input_tokens / other.output_tokens))
+        / 2,
+        UNLIKE_SD * (one.gpu != other.gpu),
+        UNLIKE_SD * (one.precision != other.precision),
+    )
+    return math.hypot(*apart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedWorth:
+    """Half-width of the interval of tokens/s without one anchor, and with all of them."""
+
+    name: str
+    without: float
+    with_it: float
+
+
+def worth(one: Served, anchors: Sequence[tuple[str, Served, float]]) -> list[ServedWorth]:
+    """How much each anchor narrows the interval, given the others."""
+
+    def half_width(known: Sequence[tuple[str, Served, float]]) -> float:
+        return predict(one, [(setup, rate) for _, setup, rate in known]).factor - 1
+
+    with_all = half_width(anchors)
+    return [
+        ServedWorth(name=name, without=half_width([*anchors[:i], *anchors[i + 1 :]]), with_it=with_all)
+        for i, (name, _, _) in enumerate(anchors)
+    ]
+
+
+def to_dict(one: ServedPrediction, anchors: int = 0) -> dict[str, object]:
     """A prediction as JSON, each number with its 90 % interval."""
     numbers = {"ttft_s": one.ttft_s, "tpot_s": one.tpot_s, "output_tokens_per_s": one.tokens_per_s}
     return {
@@ -169,6 +218,7 @@ def to_dict(one: ServedPrediction) -> dict[str, object]:
         "replicas": one.served.replicas,
         "precision": one.served.precision,
         "batch": one.batch,
+        "anchors": anchors,
         **{
             name: dict(zip(("value", "low", "high"), (value, *one.interval(value)), strict=True))
             for name, value in numbers.items()
@@ -203,7 +253,11 @@ def fit_rows(rows: Sequence[tuple[Served, float]]) -> ServingFit:
 
 
 def partitions(
-    one: Served, gpus: int, ttft_s: float | None = None, tpot_s: float | None = None
+    one: Served,
+    gpus: int,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+    anchors: Sequence[tuple[Served, float]] = (),
 ) -> list[ServedPrediction]:
     """Replicas against tensor parallelism on this many GPUs: every split that fits and meets the limits, fastest first.
 
@@ -213,13 +267,10 @@ def partitions(
     for tp in (n for n in (1, 2, 4, 8) if gpus % n == 0 and one.shape.heads % n == 0 and n <= one.gpu.gpus_per_node):
         option = replace(one, tp=tp, replicas=gpus // tp)
         most = option.most_sequences()
-        batch = next((b for b in range(most, 0, -1) if _meets(option, b, ttft_s, tpot_s)), None)
-        if batch is not None:
-            found.append(predict(replace(option, batch=batch)))
+        limited = ttft_s is not None or tpot_s is not None
+        tried = range(most, 0, -1) if limited else (most,) if most else ()
+        for each in (predict(replace(option, batch=batch), anchors) for batch in tried):
+            if (ttft_s is None or each.ttft_s <= ttft_s) and (tpot_s is None or each.tpot_s <= tpot_s):
+                found.append(each)
+                break
     return sorted(found, key=lambda each: -each.tokens_per_s)
-
-
-def _meets(one: Served, batch: int, ttft_s: float | None, tpot_s: float | None) -> bool:
-    prefill, _ = times(one, batch, load().values)
-    per_token = batch * one.replicas / throughput(one, batch, load().values)
-    return (ttft_s is None or prefill <= ttft_s) and (tpot_s is None or per_token <= tpot_s)

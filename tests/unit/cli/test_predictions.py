@@ -91,6 +91,8 @@ def test_scaling_and_serving_are_answered(capsys: pytest.CaptureFixture[str]) ->
         "1000/500",
     ]
     assert "8 x tp=1" in answer(capsys, *words)
+    text = answer(capsys, *words, "--anchor", str(TABLE.with_name("inference.csv")))
+    assert "What each anchor is worth for the fastest option" in text
 
 
 def test_memory_is_rehearsed_where_the_program_is_ours(capsys: pytest.CaptureFixture[str]) -> None:

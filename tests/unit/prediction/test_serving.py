@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import tarfile
+from pathlib import Path
 
 import pytest
 
+from paceline.campaign.run.measured_setups import read_known
 from paceline.experiment.choices import Choice
 from paceline.models import arithmetic
 from paceline.prediction import hardware, scaling, serving
 from paceline.prediction.predict import setup_of
 from paceline.prediction.serving import Served
+
+MEASURED = Path(__file__).parents[3] / "docs" / "measured" / "h200-inference" / "runs.tar.gz"
 
 
 def served(model: str = "llama-8b", gpu: str = "h100", **more: object) -> Served:
@@ -77,3 +82,41 @@ def test_scaling_finds_where_a_slow_network_limits() -> None:
     assert scaling.limit_text(found).startswith("The network limits from 16 GPUs on")
     fast = scaling.extrapolate(setup_of("llama-8b", "h100", 8, shard="zero1", global_batch=256), 64)
     assert scaling.limit_text(fast).startswith("The network does not limit up to 64 GPUs")
+
+
+def test_stored_served_runs_are_anchors(tmp_path: Path) -> None:
+    with tarfile.open(MEASURED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    found = read_known([str(tmp_path)]).served
+    assert [(one.served.batch, one.served.precision, one.served.gpu.name) for one in found] == [
+        (128, "bf16", "h200"),
+        (32, "bf16", "h200"),
+        (1, "bf16", "h200"),
+    ]
+    # As docs/measured/h200-inference says: tokens/s of the means of three launches.
+    assert found[0].tokens_per_s == pytest.approx(3960, rel=0.02)
+    one = served("llama-8b", "h200", input_tokens=515, output_tokens=128, batch=32)
+    anchors = [(each.name, each.served, each.tokens_per_s) for each in found]
+    worth = {each.name: each.without - each.with_it for each in serving.worth(one, anchors)}
+    # The load with the same batch tells most.
+    assert max(worth, key=lambda name: worth[name]) == found[1].name
+    near = serving.predict(one, [(found[1].served, found[1].tokens_per_s)])
+    assert near.tokens_per_s == pytest.approx(found[1].tokens_per_s, rel=0.1)
+
+
+def test_rows_of_a_table_are_anchors(tmp_path: Path) -> None:
+    path = tmp_path / "ours.csv"
+    head = "model,gpu,n_gpus,tp,precision,input_len,output_len,batch,output_tokens_per_s"
+    rows = [
+        "llama-8b,h200,2,1,fp8,1000,500,,20000",
+        "no-such-model,h200,1,1,fp8,1,1,,5",
+        "llama-8b,h200,x,1,fp8,1,1,,5",
+    ]
+    path.write_text("\n".join([head, *rows]) + "\n", encoding="utf-8")
+    (anchor,) = read_known([str(path)]).served
+    assert (anchor.served.replicas, anchor.served.tp, anchor.tokens_per_s) == (2, 1, 20000.0)
+    assert anchor.name == "ours.csv, line 2: llama-8b"
+    far = served("llama-70b", "a100", input_tokens=1000, output_tokens=500, tp=4)
+    alone = serving.predict(far).factor
+    # A small model on another GPU in another precision says little.
+    assert 0.85 * alone < serving.predict(far, [(anchor.served, anchor.tokens_per_s)]).factor < alone

@@ -15,6 +15,7 @@ from paceline.prediction import experiment_file, hardware, processors, published
 from paceline.prediction.choosing import Timed
 from paceline.prediction.hardware import Accelerator
 from paceline.prediction.offsets import Anchor, Observation
+from paceline.prediction.served_anchors import ServedAnchor, is_table, of_records, read_table
 from paceline.prediction.setup import Setup
 from paceline.results.records import RunRecord
 
@@ -29,6 +30,7 @@ class Known:
     anchors: list[Anchor] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     cpu: Accelerator | None = None
+    served: list[ServedAnchor] = field(default_factory=list)
 
     def accelerator(self, name: str) -> Accelerator:
         """The GPU of this name; `cpu` is what the anchors measured.
@@ -51,6 +53,9 @@ def read_known(paths: Sequence[str]) -> Known:
     records: list[RunRecord] = []
     for text in paths:
         path = Path(text)
+        if path.suffix == ".csv" and path.is_file() and is_table(path):
+            found.served.extend(read_table(path))
+            continue
         if path.suffix == ".csv" and path.is_file():
             rows = published.read(path)
             found.anchors.extend(Anchor(row.setup, row.step_s, row.row_id or row.source) for row in rows)
@@ -61,11 +66,13 @@ def read_known(paths: Sequence[str]) -> Known:
     cpu = processors.measured_cpu(records)
     found.anchors.extend(runs.anchors(records, cpu))
     found.observations.extend(runs.observations(records))
-    if paths and not found.anchors and not found.observations and cpu is None:
+    found.served.extend(of_records(records))
+    if paths and not (found.anchors or found.observations or found.served or cpu):
         raise RequestError(
-            f"--anchor: got {', '.join(paths)}, expected a successful training, fabric or compute run on a known GPU."
+            f"--anchor: got {', '.join(paths)}, expected a successful training, fabric, compute or inference run on a "
+            "known GPU."
         )
-    return Known(found.anchors, found.observations, cpu)
+    return Known(found.anchors, found.observations, cpu, found.served)
 
 
 def directories_with_runs(path: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from paceline.prediction import memory
 from paceline.prediction.hardware import host_memory_bytes
 from paceline.prediction.predict import Prediction, Worth
 from paceline.prediction.scaling import Scaled
-from paceline.prediction.serving import ServedPrediction
+from paceline.prediction.serving import ServedPrediction, ServedWorth
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import PARTS
 from paceline.report.tables.predicted import amount, between, number
@@ -16,6 +16,7 @@ from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING
 
 _GIB = 2.0**30
+MOST_ANCHORS = 8
 # Smaller components are not listed.
 _LEAST_BYTES = 0.05 * _GIB
 INTERVAL_NOTE = (
@@ -177,7 +178,7 @@ def scaled(found: Sequence[Scaled]) -> Table:
     return Table(f"Scaling of {found[0].prediction.setup.shape.name}", columns, tuple(rows), (INTERVAL_NOTE,))
 
 
-def served(found: Sequence[ServedPrediction]) -> Table:
+def served(found: Sequence[ServedPrediction], anchors: int = 0) -> Table:
     """Replicas against tensor parallelism, fastest first."""
     rows = tuple(
         (
@@ -202,9 +203,10 @@ def served(found: Sequence[ServedPrediction]) -> Table:
     heading = (
         f"Serving {one.shape.name} in {one.precision}: prompts of {one.input_tokens}, answers of {one.output_tokens}"
     )
-    note = (
-        "By memory and compute limits, fitted to published TensorRT-LLM rows; queueing is not included. Intervals are "
-        "wide: measure with `paceline run inference`."
+    note = "By memory and compute limits, fitted to published TensorRT-LLM rows; queueing is not included. " + (
+        f"{anchors} anchors set the level of the engine."
+        if anchors
+        else "Intervals are wide: measure with `paceline run inference` and give it as --anchor."
     )
     return Table(heading, columns, rows, (note,))
 
@@ -217,6 +219,18 @@ def narrowing(found: Sequence[Worth]) -> Table:
     rows = tuple((Cell(one.name), Cell(f"{100 * one.without:.1f}"), Cell(f"{100 * one.with_it:.1f}")) for one in found)
     columns = (Column("anchor", prose=True), numeric("half-width without it, %"), numeric("with it, %"))
     return Table("What each anchor is worth", columns, rows)
+
+
+def served_narrowing(found: Sequence[ServedWorth]) -> Table:
+    """What each measurement of the engine is worth for the fastest option; the most useful of many."""
+    ordered = sorted(found, key=lambda one: one.with_it - one.without)
+    rows = tuple(
+        (Cell(one.name), Cell(f"{100 * one.without:.1f}"), Cell(f"{100 * one.with_it:.1f}"))
+        for one in ordered[:MOST_ANCHORS]
+    )
+    columns = (Column("anchor", prose=True), numeric("half-width without it, %"), numeric("with it, %"))
+    more = f" ({MOST_ANCHORS} of {len(found)})" if len(found) > MOST_ANCHORS else ""
+    return Table(f"What each anchor is worth for the fastest option{more}", columns, rows)
 
 
 def suggestions(found: Sequence[Worth]) -> Table:
