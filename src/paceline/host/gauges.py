@@ -39,6 +39,9 @@ SLOWING_REASONS = frozenset(THROTTLE_REASONS[bit] for bit in (0x0004, 0x0008, 0x
 HEAT_REASONS = SLOWING_REASONS - {THROTTLE_REASONS[0x0004]}
 SET_CLOCKS = THROTTLE_REASONS[0x0002]
 POWERCAP = Path("/sys/class/powercap")
+NETWORK, INTERFACES, INFINIBAND = Path("/proc/net/dev"), Path("/sys/class/net"), Path("/sys/class/infiniband")
+# An InfiniBand counter counts words of four bytes.
+RDMA_WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ class HostSample:
     """The host at one moment. cpu_ratio and cores_ratio are busy shares since the previous reading, None at first.
 
     load: runnable processes, averaged over a minute by the kernel. frequency_hz: mean of all cores. temperature_c: the
-    hottest sensor of the processor. energy_j: energy of the processor packages since the first reading.
+    hottest sensor of the processor. energy_j: energy of the processor packages since the first reading. received_bytes
+    and sent_bytes: counters of the network (see `network_bytes`).
     """
 
     at_s: float
@@ -76,6 +80,8 @@ class HostSample:
     frequency_hz: float | None = None
     temperature_c: float | None = None
     energy_j: float | None = None
+    received_bytes: int | None = None
+    sent_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +132,30 @@ class Gauges:
             frequency_hz=machine.ask(lambda: float(_psutil().cpu_freq().current) * 1e6 or None),
             temperature_c=machine.ask(_temperature_c),
             energy_j=self._packages.read_j(),
+            **dict(zip(("received_bytes", "sent_bytes"), network_bytes() or (), strict=False)),
         )
         devices = (_device(self._library, index, handle) for index, handle in enumerate(self._handles))
         return Snapshot(host=host, devices=tuple(devices), usage=self._usage.read() if self._usage else None)
+
+
+def network_bytes() -> tuple[int, int] | None:
+    """Bytes received and sent by this host's hardware, without loopback and bridges; None if the kernel does not say.
+
+    A container has only virtual interfaces, which then count. RDMA bypasses them and is counted by its own devices.
+    """
+    counts = {}
+    for line in text_of(NETWORK).splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        words = numbers.split()
+        if name.strip() != "lo" and len(words) > 8:
+            counts[name.strip()] = int(words[0]), int(words[8])
+    hardware = {name: pair for name, pair in counts.items() if (INTERFACES / name / "device").exists()}
+    pairs = list((hardware or counts).values())
+    for port in INFINIBAND.glob("*/ports/*/counters"):
+        received, sent = text_of(port / "port_rcv_data"), text_of(port / "port_xmit_data")
+        if received.isdecimal() and sent.isdecimal():
+            pairs.append((int(received) * RDMA_WORD_BYTES, int(sent) * RDMA_WORD_BYTES))
+    return (sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)) if pairs else None
 
 
 def read() -> Snapshot:

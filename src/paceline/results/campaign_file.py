@@ -174,7 +174,8 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         return None
     behind = min(positions, key=lambda p: p.rank if spec.serving else (p.step, p.beat))
     recent = _recent_steps(run_dir / "samples-0.jsonl")
-    seconds = [float(step["duration_s"]) for step in recent]
+    durations = [step.get("duration_s") for step in recent]
+    seconds = [float(value) for value in durations if isinstance(value, int | float) and math.isfinite(value)]
     losses = [p.loss for p in positions if p.rank == 0 and math.isfinite(p.loss)]
     return Pulse(
         spec=spec,
@@ -194,8 +195,14 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
 
 def _recent_trust(run_dir: Path, spec: RunSpec) -> Trust | None:
     """The trust light over the last readings of the first host that wrote any."""
-    for path in sorted(run_dir.glob("samples-gauges-*[0-9].jsonl"))[:1]:
-        found = [HostUsage.from_dict(row["usage"]) for row in _last_lines(path, GAUGES_TAIL_BYTES) if row.get("usage")]
+    first = run_dir / "samples-gauges-0.jsonl"
+    # Rank 0 is usually the first of its host; a search in thousands of files takes longer than reading one.
+    for path in [first] if first.exists() else sorted(run_dir.glob("samples-gauges-*[0-9].jsonl"))[:1]:
+        found = [
+            HostUsage.from_dict(row["usage"])
+            for row in _last_lines(path, GAUGES_TAIL_BYTES)
+            if isinstance(row.get("usage"), dict)
+        ]
         if len(found) > 1:
             elsewhere = spec.engine is not None and not spec.starts_servers
             is_cpu_run = spec.topology.device == "cpu"
@@ -214,7 +221,8 @@ def _last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[Mapping[str, A
             size = file.seek(0, os.SEEK_END)
             begin = file.seek(max(0, size - most_bytes))
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]
-        return [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        return [row for row in rows if isinstance(row, dict)]
     except (OSError, ValueError, RecursionError):
         return []
 

@@ -233,8 +233,8 @@ class GaugeSample:
 
     at_s is `time.time()` of that host; device is the CUDA index there. energy_j is a counter of which only differences
     are meaningful: for a GPU since its driver was loaded, for a host's processors since the first reading.
-    throttle_reasons are the driver's names, () if nothing throttles the GPU. usage are the fields of
-    `host.usage.HostUsage`, of a host only.
+    throttle_reasons are the driver's names, () if nothing throttles the GPU. received_bytes and sent_bytes are counters
+    of the host's network. usage are the fields of `host.usage.HostUsage`, of a host only.
     """
 
     kind: ClassVar[str] = "gauge"
@@ -252,6 +252,8 @@ class GaugeSample:
     throttle_reasons: tuple[str, ...] | None = None
     cpu_ratio: float | None = None
     frequency_hz: float | None = None
+    received_bytes: int | None = None
+    sent_bytes: int | None = None
     usage: Mapping[str, Any] | None = None
 
 

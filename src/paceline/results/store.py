@@ -200,16 +200,37 @@ class ProgressFile:
 def read_progress(run_dir: Path) -> tuple[Progress, ...]:
     """The progress of every rank that has started, in rank order. Files that no rank can have written are ignored."""
     positions = []
-    for path in run_dir.glob("progress-*"):
-        number, raw = path.name.removeprefix("progress-"), path.read_bytes() if path.is_file() else b""
-        if len(raw) == _PROGRESS.size and _RANK_NUMBER.fullmatch(number):
-            pid, step, phase, beat, loss, peak, note = _PROGRESS.unpack(raw)
-            if not 0 <= phase < len(PHASES) or pid < 1 or step < 0 or not math.isfinite(beat) or math.isinf(peak):
-                continue
-            words = safe_text.text(note.rstrip(b"\0").decode(errors="ignore"))
-            peak_bytes = None if math.isnan(peak) else int(peak)
-            positions.append(Progress(int(number), pid, step, PHASES[phase], beat, loss, peak_bytes, words))
-    return tuple(sorted(positions, key=lambda p: p.rank))
+    for rank in _ranks_with_progress(run_dir):
+        # Not through Path: a run may have thousands of ranks, and they are read every second.
+        try:
+            descriptor = os.open(f"{run_dir}/progress-{rank}", os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            raw = os.read(descriptor, _PROGRESS.size + 1)
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+        if len(raw) != _PROGRESS.size:
+            continue
+        pid, step, phase, beat, loss, peak, note = _PROGRESS.unpack(raw)
+        if not 0 <= phase < len(PHASES) or pid < 1 or step < 0 or not math.isfinite(beat) or math.isinf(peak):
+            continue
+        words = note.rstrip(b"\0")
+        text = safe_text.text(words.decode(errors="ignore")) if words else ""
+        peak_bytes = None if math.isnan(peak) else int(peak)
+        positions.append(Progress(rank, pid, step, PHASES[phase], beat, loss, peak_bytes, text))
+    return tuple(positions)
+
+
+def _ranks_with_progress(run_dir: Path) -> list[int]:
+    """The numbers in the names of the progress files, in order."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(run_dir) as entries:
+        names = [entry.name for entry in entries]
+        numbers = [name.removeprefix("progress-") for name in names if name.startswith("progress-")]
+        return sorted(int(number) for number in numbers if _RANK_NUMBER.fullmatch(number))
+    return []
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,19 @@ from paceline.wording import MISSING, format_duration
 
 MOST_ROWS = 500
 EMPTY_DATA = '{"charts":[],"runs":[],"axes":[],"cells":{},"versus":{},"names":{},"words":[]}'
+# What the map of nodes can show, by the column of the live events.
+GAUGES = {
+    "utilisation": "utilisation",
+    "memory": "memory",
+    "power": "power",
+    "temperature": "temperature",
+    "clock": "SM clock",
+    "throttle": "throttling",
+    "cpu": "host CPU",
+    "host_memory": "host memory",
+    "received": "network in",
+    "sent": "network out",
+}
 ASSETS = Path(__file__).parent / "page"
 
 PAGE = Template("""<!doctype html>
@@ -240,6 +253,37 @@ def run(row: RunRow, text: str, links: str) -> str:
 
 def _chip(words: str) -> str:
     return f'<div class="badges"><span class="chip">{escape(words)}</span></div>'
+
+
+def live(campaign: Campaign, links: str) -> str:
+    """Every node and GPU of a running campaign; the script fills it once a second."""
+    target = link(campaign)
+    tiles = "".join(
+        f'<div class="tile" id="tile-{name}"><span class="name">{text}</span><span class="value">{MISSING}</span>'
+        '<span class="interval">&nbsp;</span><svg class="spark" viewBox="0 0 120 28" preserveAspectRatio="none" '
+        'aria-hidden="true"><polyline fill="none" stroke-width="1.6" vector-effect="non-scaling-stroke"/></svg>'
+        '<span class="note"></span></div>'
+        for name, text in (("rate", "Step rate"), ("loss", "Loss"), ("left", "Time left"), ("gpus", "GPUs"))
+    )
+    choices = "".join(f'<option value="{name}">{text}</option>' for name, text in GAUGES.items())
+    body = (
+        f'<div id="live" data-events="{target}/live/events" data-campaign="{target}">'
+        f'<p class="headline" role="status" id="now">Connecting</p><div class="tiles">{tiles}</div>'
+        '<ul class="notes" id="alerts" aria-live="polite"></ul>'
+        f'<section><div class="actions"><h2>Nodes</h2><select id="gauge" aria-label="Gauge">{choices}</select>'
+        '<span class="scale"><b id="low"></b><i></i><b id="high"></b></span>'
+        '<span class="quiet" id="summary"></span></div>'
+        '<div class="map"><canvas id="map" tabindex="0" role="img" aria-label="Nodes and GPUs"></canvas></div>'
+        '<div id="node" hidden></div></section>'
+        '<section class="pair"><div><h3>Step time, s</h3><canvas class="line" id="line-step" role="img" '
+        'aria-label="Step time"></canvas></div><div><h3>Loss</h3><canvas class="line" id="line-loss" role="img" '
+        'aria-label="Loss"></canvas></div></section>'
+        f'<section><h2>Results so far</h2><p id="report" hidden><span id="answer"></span> '
+        f'<a href="{target}/report">Report</a></p>'
+        '<div class="scroll wide" id="ended"><p class="quiet">No run has ended yet.</p></div></section>'
+        f"<section><h2>Log</h2>{log_panel('', None, 1)}</section></div>"
+    )
+    return page(f"{campaign.title}, live", _chip("live"), body, links, ("live.js",))
 
 
 def log(row: RunRow, rank: int | None, ranks: int, links: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import Protocol
 from urllib.parse import parse_qsl
 
 from paceline.campaign.live import logs, metrics_endpoint
-from paceline.campaign.ui import builder, pages
+from paceline.campaign.ui import builder, live, pages
 from paceline.campaign.ui.library import RUNNING, UNFINISHED, Campaign, Library, RunRow
 from paceline.errors import PacelineError, RequestError
 from paceline.report.exporters.html import asset
@@ -23,7 +22,7 @@ from paceline.results.campaign_file import CampaignView
 
 HTML, TEXT, EVENTS = "text/html; charset=utf-8", "text/plain; charset=utf-8", "text/event-stream"
 TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
-OWN_ASSETS = ("ui.js",)
+OWN_ASSETS = ("ui.js", "live.js")
 PAGE_ASSETS = ("page.css", "page.js", "charts.js", "vendor/d3.min.js", "vendor/plot.umd.min.js")
 # Scripts, styles and connections of this server only.
 POLICY = (
@@ -37,6 +36,7 @@ LOG_BYTES = 1 << 20
 MOST_LINES = 500
 # How long the state of the campaigns is used before it is read again.
 FRESH_S = 2.0
+PATIENCE_S = 5.0
 
 Query = Mapping[str, list[str]]
 
@@ -70,11 +70,6 @@ class NotFound(Exception):
     sentence: str = "There is no such page."
 
 
-def event(name: str, value: object) -> bytes:
-    """One server-sent event; JSON has no line breaks."""
-    return f"event: {name}\ndata: {json.dumps(value, allow_nan=False, separators=(',', ':'))}\n\n".encode()
-
-
 @dataclass
 class App:
     """A results directory as pages."""
@@ -84,6 +79,7 @@ class App:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _views: dict[str, CampaignView] = field(default_factory=dict)
     _viewed_at: float = float("-inf")
+    _feeds: dict[str, live.Feed] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -235,6 +231,10 @@ class App:
                 return self._html(self._runs(query, campaign))
             case ["report"]:
                 return self._one_file(campaign.state, builder.report_page, campaign.path)
+            case ["live"]:
+                return self._html(pages.live(campaign, self._bar("Live")))
+            case ["live", "events"]:
+                return Answer(kind=EVENTS, stream=lambda channel: self._send_live(campaign, channel))
             case ["headline"]:
                 text = self.builder.page(campaign.state, builder.headline, campaign.path)
                 return Answer(body=text.encode(errors="replace"), kind=TEXT)
@@ -244,6 +244,24 @@ class App:
                     raise NotFound("There is no such run in this campaign.")
                 return self._run(campaign, run_dir, after, query)
         raise NotFound
+
+    def _send_live(self, campaign: Campaign, channel: Channel) -> None:
+        with self._lock:
+            known = self._feeds.get(campaign.name)
+            feed = known or live.Feed(campaign, lambda: self._ended(campaign.name))
+            self._feeds[campaign.name] = feed
+        with feed.subscribed() as (first, number):
+            channel.send(first)
+            while channel.is_open():
+                message, number = feed.next(number, PATIENCE_S)
+                # A comment keeps proxies from closing a silent connection.
+                channel.send(message or b": still here\n\n")
+
+    def _ended(self, name: str) -> list[RunRow]:
+        """The finished runs of a campaign, read again each time; most of it is known."""
+        campaign = self.library.campaigns().get(name)
+        rows = self.library.rows((campaign,)) if campaign else []
+        return [row for row in rows if row.seconds is not None or row.error]
 
     def _run(self, campaign: Campaign, run_dir: Path, rest: list[str], query: Query) -> Answer:
         row = next((row for row in self.rows(campaign) if row.name == safe_text.text(run_dir.name)), None)
@@ -281,20 +299,20 @@ def send_log(run_dir: Path, rank: int | None, channel: Channel) -> None:
 
     def flush() -> bool:
         if lines:
-            channel.send(event("lines", lines))
+            channel.send(live.event("lines", lines))
             lines.clear()
         return channel.is_open()
 
     def notify(sentence: str) -> None:
         flush()
-        channel.send(event("note", sentence))
+        channel.send(live.event("note", sentence))
 
     for line in logs.read(run_dir, rank, True, notify, flush, LOG_BYTES):
         lines.append(line)
         if len(lines) >= MOST_LINES:
             flush()
     flush()
-    channel.send(event("end", None))
+    channel.send(live.event("end", None))
 
 
 def _rank(query: Query) -> int | None:

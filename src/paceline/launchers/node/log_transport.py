@@ -72,11 +72,11 @@ class Sender:
 
     def changes(self) -> Iterator[str]:
         """Yield what is new since the last call: the additions to growing files, and small files completely."""
-        for name, content in self._files():
+        for name, content in self._files(self._sent):
             if name.startswith(_GROWING):
                 offset = self._sent.get(name, 0)
                 # Only complete lines: a rank may be in the middle of one.
-                added = content[offset : content.rfind(b"\n") + 1]
+                added = content[: content.rfind(b"\n") + 1]
                 self._sent[name] = offset + len(added)
                 for begin in range(0, len(added), LONGEST_DATA):
                     yield self._part(name, offset + begin, added[begin : begin + LONGEST_DATA])
@@ -96,11 +96,14 @@ class Sender:
             yield self._line("whole", f"{index}/{len(pieces)}", digest, piece)
         yield self._line("end", str(exit_code))
 
-    def _files(self) -> Iterator[tuple[str, bytes]]:
+    def _files(self, sent: Mapping[str, int] | None = None) -> Iterator[tuple[str, bytes]]:
+        """The files, each without the bytes that were sent: a long run need not be read again every second."""
+        sent = sent or {}
         for path in carried(self.run_dir, self.own) if self.run_dir else ():
-            with contextlib.suppress(FileNotFoundError):
-                yield path.name, path.read_bytes()
-        yield from self._unwritten.items()
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(sent.get(path.name, 0))
+                yield path.name, file.read()
+        yield from ((name, data[sent.get(name, 0) :]) for name, data in self._unwritten.items())
 
     def _part(self, name: str, offset: int, piece: bytes) -> str:
         return self._line("part", name, str(offset), f"{zlib.crc32(piece):08x}", _packed(piece))

@@ -21,7 +21,7 @@ from paceline.campaign.ui.routes import App
 from paceline.campaign.ui.server import is_own_host, serving
 from paceline.errors import RequestError
 from paceline.results import campaign_file, store
-from paceline.results.records import Status
+from paceline.results.records import GaugeSample, Status
 
 EVIL = "<img src=x onerror=alert(1)>"
 SECRET = "the text of somebody's key"
@@ -214,6 +214,45 @@ def test_wrong_requests_are_one_sentence(results: Path, monkeypatch: pytest.Monk
 
 def test_metrics_name_the_running_campaign(address: str) -> None:
     assert 'paceline_campaign_running{experiment="now"} 1' in body(address, "/metrics")
+
+
+def events_of(address: str, path: str, until: str) -> dict[str, Any]:
+    """The newest event of each name, up to the first one called `until`."""
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request("GET", path)
+    answer, found, name = connection.getresponse(), dict[str, Any](), ""
+    assert answer.getheader("Content-Type") == "text/event-stream"
+    while until not in found:
+        word, _, rest = answer.readline().decode().rstrip("\n").partition(": ")
+        if word == "event":
+            name = rest
+        elif word == "data":
+            found[name] = json.loads(rest)
+    connection.close()
+    return found
+
+
+def test_live_events_tell_run_nodes_and_what_ended(
+    results: Path, make_step: Callable[..., Any], make_spec: Callable[..., Any]
+) -> None:
+    spec = make_spec(experiment="now")
+    run_dir = results / "now" / spec.run_id
+    (run_dir / "samples-0.jsonl").write_text(store.sample_line(make_step(step=1, loss=4.5)))
+    gauges = [
+        GaugeSample(rank=0, host=EVIL, at_s=1.0, cpu_ratio=0.5),
+        GaugeSample(rank=0, host=EVIL, at_s=1.0, device=0, utilisation_ratio=0.93, power_w=612.4, temperature_c=61.0),
+    ]
+    (run_dir / "samples-gauges-0.jsonl").write_text("".join(map(store.sample_line, gauges)))
+    with serving(App(Library(results)), "127.0.0.1:0") as url:
+        address = urlsplit(url).netloc
+        assert "/campaign/now/live/events" in body(address, "/campaign/now/live")
+        found = events_of(address, "/campaign/now/live/events", "tick")
+    assert found["layout"]["nodes"] == [[EVIL, 0, 1]]
+    tick = found["tick"]
+    assert (tick["run"], tick["step"], tick["steps"], tick["running"]) == (spec.run_id, 2, 4, True)
+    assert (tick["cpu"], tick["utilisation"], tick["power"], tick["temperature"]) == ([50], [93], [612], [61])
+    assert (tick["memory"], tick["throttle"]) == ([None], [None])
+    assert found["steps"]["steps"] == [[1, 0.5, 4.5]]
 
 
 def test_the_verb_serves_until_it_is_interrupted(results: Path, environment: Callable[..., dict[str, str]]) -> None:
