@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.analysis.findings import Report
 from paceline.host.files import write_atomically
 from paceline.report.charts import Chart, charts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DPI = 160
 FORMS = ("png", "svg")
@@ -41,10 +44,23 @@ def _saved(chart: Chart, forms: tuple[str, ...]) -> dict[str, bytes]:
         # The figure is drawn without the layout then; the user cannot change its size anyway.
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure = _matplotlib.draw(chart)
+        _lay_out(figure)
         for form in forms:
             buffer = io.BytesIO()
             figure.savefig(buffer, format=form, dpi=DPI, metadata=_UNDATED[form])
-            # All forms share one layout, which takes as long as drawing.
-            figure.set_layout_engine("none")
             images[form] = buffer.getvalue()
     return images
+
+
+def _lay_out(figure: Figure) -> None:
+    """Place the axes once for all forms, which takes as long as drawing.
+
+    The solver of the layout orders its constraints by memory address, so its positions differ in their last digits
+    from one drawing to the next, and with them the bytes of the file. Rounded, they are the same.
+    """
+    figure.set_dpi(DPI)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        x, y, width, height = axes.get_position(original=True).bounds
+        axes.set_position((round(x, 6), round(y, 6), round(width, 6), round(height, 6)))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from paceline.analysis.findings import Report
 from paceline.host.files import write_atomically
@@ -35,6 +36,23 @@ def test_same_report_same_bytes(name: str, report: Report, tmp_path: Path) -> No
     exporter(name).export(report, tmp_path / "a")
     exporter(name).export(report, tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_last_digits_of_the_layout_do_not_reach_the_files(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The solver of matplotlib's layout orders by memory address, so its last digits differ between two drawings."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    solve = ConstrainedLayoutEngine.execute
+    first = exporter("plots").image(report, "step_time", "svg")
+
+    def solve_otherwise(self: ConstrainedLayoutEngine, figure: Figure) -> None:
+        solve(self, figure)
+        for axes in figure.axes:
+            x, y, width, height = axes.get_position(original=True).bounds
+            axes._set_position((x + 1e-9, y - 1e-9, width, height), which="original")  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", solve_otherwise)
+    assert exporter("plots").image(report, "step_time", "svg") == first
 
 
 @pytest.mark.parametrize("name", EXPORTERS)
