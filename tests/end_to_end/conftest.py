@@ -113,7 +113,7 @@ def campaign(
         file = write_experiment(out, name, matrix, **{"launcher": QUICK_LAUNCHER} | base)
         wanted = [word for form in formats for word in ("--format", form)]
         done = subprocess.run(
-            [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(out), *wanted],
+            [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(out), "--verbose", *wanted],
             env=environment(**(env or {})),
             capture_output=True,
             text=True,

@@ -46,7 +46,7 @@ def ill(campaign: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) 
 def test_healthy_nodes_pass(sound: Any) -> None:
     assert sound.code == 0, sound.stdout + sound.stderr
     assert [node["verdict"] for node in sound.report["nodes"]] == ["pass"] * 3
-    assert "3 of 3 nodes pass." in sound.stdout
+    assert "3 of 3 ranks pass." in sound.stdout
     measured = {m["measure"] for node in sound.report["nodes"] for m in node["measures"]}
     assert measured >= {"matmul fp32", "memory copy", "training"}
 
@@ -87,7 +87,7 @@ def test_the_exit_code_and_every_text_say_so(ill: Any) -> None:
     assert ill.code == 1
     assert [r.status for r in ill.records] == ["ok"]
     for text in (ill.stdout, *((ill.directory / name).read_text() for name in ("report.md", "report.html"))):
-        assert "Evidence against nodes" in text
+        assert "Evidence against ranks" in text
         assert "flipped" in text
 
 

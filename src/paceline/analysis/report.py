@@ -123,7 +123,7 @@ def build(
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
         notes=(*_notes(cells, runs, _machines(ordered)), *replaced_note, *network.notes, *tested.notes),
-        nodes=tested.verdicts,
+        nodes=training.of_nodes(tested.verdicts, costing or training.Costing()),
         skipped=tuple(skipped),
     )
     costing = costing or training.Costing()

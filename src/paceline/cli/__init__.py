@@ -24,6 +24,7 @@ from paceline.cli import (
     schedules,
     scripts,
     serving,
+    start,
 )
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output, storage_advice
 from paceline.errors import PacelineError
@@ -37,7 +38,7 @@ DESCRIPTION = (
 )
 # The order of the verbs in `paceline --help`.
 GROUPS = {
-    "Run experiments": ("run", "measure", "plan", "status", "logs", "schedule"),
+    "Run experiments": ("start", "run", "measure", "plan", "status", "logs", "schedule"),
     "Predict before running": ("predict", "choose"),
     "Read and compare results": ("ui", "report", "show", "compare", "gate", "history", "recipe"),
     "Archive, reproduce, import": ("capsule", "replay", "import"),
@@ -47,7 +48,7 @@ GROUPS = {
     "Look things up": ("list",),
 }
 LONGEST_MESSAGE = 2000
-CLOSING = "Start with `paceline doctor`, then `paceline run quick`. `paceline VERB --help` explains one verb."
+CLOSING = "New here? `paceline start` asks three questions. `paceline VERB --help` explains one verb."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +105,7 @@ def parser() -> Parser:
     root.set_defaults(call=print_help)
     verbs = root.add_subparsers(metavar="VERB", parser_class=Parser)
     for module in (
+        start,
         experiments,
         scripts,
         predictions,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.analysis.cost.training import Costing
-    from paceline.campaign.run.forecast import Forecast
+    from paceline.campaign.run.forecast import Expected, Forecast
     from paceline.campaign.run.stopping import Stopping
     from paceline.experiment.spec import RunSpec
     from paceline.results.records import RunRecord
@@ -121,7 +121,11 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     screen = console()
     forecasts = _forecasts(specs, None)
     forecast.store(forecasts, arguments.out)
-    observer = display.observer_for(screen)
+    rate = _usd_per_hour(specs, costing)
+    if ahead := _expected(specs, arguments.out, {one.spec.run_id: one for one in forecasts}):
+        total = forecast.total_text(ahead.values(), rate)
+        print_hanging(screen, f"{len(ahead)} run{'' if len(ahead) == 1 else 's'} to do: {total}", 2)
+    observer = display.observer_for(screen, rate, {one.spec.run_id: one.seconds for one in forecasts})
     paged = status_page.Paged(observer, arguments.out)
     try:
         interruptible(
@@ -142,7 +146,9 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     directory = arguments.out / specs[0].experiment
     plan = read_plan(directory)
     requested = {run.run for run in plan.runs} if plan else None
-    code = conclude(screen, directory, arguments.format, costing, baseline, requested)
+    code = conclude(screen, directory, arguments.format, costing, baseline, requested, arguments.verbose)
+    if spent := observer.spent():
+        print_hanging(screen, spent, 2)
     paged.page.write()
     return code
 
@@ -168,6 +174,7 @@ def _answer_so_far(records: Sequence[RunRecord]) -> str:
 
 
 def plan(arguments: argparse.Namespace) -> int:
+    from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import references_of
 
     specs = _specs(arguments)
@@ -176,11 +183,11 @@ def plan(arguments: argparse.Namespace) -> int:
         return _print_manifests(runs, arguments.out)
     screen = console()
     predicted = {one.spec.run_id: one for one in _forecasts(runs, arguments.gpu)}
-    price = _price(arguments.price)
+    price, ahead = _price(arguments.price), _expected(specs, arguments.out, predicted)
     if arguments.commands:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
-        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments.out, predicted, price)
+        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments.out, ahead, price)
     counts = (
         (len({spec.cell for spec in specs}), "cell"),
         (len(specs), "run"),
@@ -190,11 +197,40 @@ def plan(arguments: argparse.Namespace) -> int:
     print_hanging(screen, f"{total}; results in {arguments.out}", 2)
     if predicted:
         print_hanging(screen, f"in total {_forecast_text(list(predicted.values()), price)}", 2)
+    elif ahead:
+        print_hanging(screen, f"in total {forecast.total_text(ahead.values(), price)}", 2)
     return OK
 
 
+def _expected(specs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast]) -> dict[str, Expected]:
+    """What each unfinished run of a request and its references will take."""
+    from paceline.campaign.run import forecast
+    from paceline.campaign.run.controller import references_of, unsupported
+    from paceline.results.campaign_file import EndedRun, read_end
+
+    runs = [spec for spec in (*references_of(specs).values(), *specs) if not unsupported(spec)]
+    ended: dict[str, EndedRun] = {}
+    for spec in runs:
+        if (end := read_end(out / spec.experiment / spec.run_id)) is not None and end.damage is None:
+            ended[spec.run_id] = end
+    return forecast.expected(runs, predicted, ended)
+
+
+def _usd_per_hour(specs: Sequence[RunSpec], costing: Costing) -> float | None:
+    """The price of one device: the given one, else the lowest listed one of this machine's GPUs; None if unknown."""
+    from paceline.host import machine, prices
+
+    if costing.prices is not None:
+        return costing.prices[0].usd_per_gpu_hour if len(costing.prices) == 1 else None
+    if any(spec.topology.device != "cuda" or spec.launcher.name != "local" for spec in specs):
+        return None
+    kinds = {gpu.name for gpu in machine.probe().gpus}
+    listed = [price.usd_per_gpu_hour for price in prices.table() if price.holds_for(next(iter(kinds), None))]
+    return min(listed) if len(kinds) == 1 and listed else None
+
+
 def _print_cells(
-    screen: Console, runs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast], price: float | None
+    screen: Console, runs: Sequence[RunSpec], out: Path, ahead: Mapping[str, Expected], price: float | None
 ) -> None:
     """A table of the cells, then what a reader should know about some of them, each remark once."""
     from paceline import report
@@ -206,7 +242,7 @@ def _print_cells(
         more = "; more runs may follow" if leads_on(spec) and not reason else ""
         return f"unsupported: {reason}" if reason else f"{_state(out / spec.experiment / spec.run_id)}{more}"
 
-    found = plans.table(runs, state_of, _state_bytes, predicted, price)
+    found = plans.table(runs, state_of, _state_bytes, ahead, price)
     if found is not None:
         screen.print(report.drawn([found]))
     remarks = [remark for spec in runs for remark in _remarks(spec, out / spec.experiment / spec.run_id)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.analysis.findings.cell_axes import describe, distinguishing_axes
@@ -11,22 +12,24 @@ from paceline.report.tables.table import Cell, Column, Filled, Table, filled, nu
 from paceline.wording import MISSING
 
 if TYPE_CHECKING:
-    from paceline.campaign.run.forecast import Forecast
+    from paceline.campaign.run.forecast import Expected
     from paceline.experiment.spec import RunSpec
 
 FINISHED = "finished"
+AT_MOST = "\u2264 "
 
 
 def table(
     specs: Sequence[RunSpec],
     state_of: Callable[[RunSpec], str],
     memory_of: Callable[[RunSpec], float | None],
-    predicted: Mapping[str, Forecast],
+    expected: Mapping[str, Expected],
     usd_per_gpu_hour: float | None,
 ) -> Table | None:
     """A row per cell in the order of the experiment, references last; columns that say nothing are left out.
 
-    memory_of gives the bytes of state of one process. Minutes and USD are predicted, for unfinished runs.
+    memory_of gives the bytes of state of one process. expected has what unfinished runs will take; an upper bound is
+    marked.
     """
     cells = list(grouped(specs, lambda spec: spec.cell).values())
     axes = [runs[0].axes() for runs in cells if not _is_reference(runs[0])]
@@ -43,16 +46,20 @@ def table(
         text = "; ".join((*((f"{done} finished",) if done and rest else ()), *rest)) or FINISHED
         return Cell(text, "", "quiet" if not rest else "bad" if "unsupported" in text else "")
 
-    def ahead(runs: Sequence[RunSpec]) -> list[Forecast]:
-        return [predicted[s.run_id] for s in runs if s.run_id in predicted and not state_of(s).startswith(FINISHED)]
+    def ahead(runs: Sequence[RunSpec]) -> list[Expected]:
+        return [expected[spec.run_id] for spec in runs if spec.run_id in expected]
+
+    def bounded(found: Sequence[Expected], text: str) -> str:
+        return f"{AT_MOST}{text}" if any(each.is_bound for each in found) else text
 
     def minutes(runs: Sequence[RunSpec]) -> str:
         found = ahead(runs)
-        return f"{sum(each.seconds for each in found) / 60:.1f}" if found else MISSING
+        return bounded(found, f"{sum(each.seconds for each in found) / 60:.1f}") if found else MISSING
 
     def usd(runs: Sequence[RunSpec]) -> str:
         found = ahead(runs) if usd_per_gpu_hour is not None else []
-        return f"{sum(each.usd(usd_per_gpu_hour or 0.0) for each in found):.2f}" if found else MISSING
+        hours = sum(each.device_s for each in found) / 3600
+        return bounded(found, f"{hours * (usd_per_gpu_hour or 0.0):.2f}") if found else MISSING
 
     def memory(runs: Sequence[RunSpec]) -> str:
         size = memory_of(runs[0])
@@ -61,13 +68,17 @@ def table(
     columns: tuple[Filled[list[RunSpec]], ...] = (
         (Column("cell", prose=True), name),
         (numeric("runs"), lambda runs: str(len(runs))),
-        (numeric("state per process, GiB", 2), memory),
+        (numeric("state, GiB", 2), memory),
         (numeric("time, min"), minutes),
         (numeric("cost, USD"), usd),
         (Column("to do", prose=True), state),
     )
     made = filled("Plan", cells, columns)
-    return without_empty(made)[0] if made else None
+    if made is None:
+        return None
+    shown, absent = without_empty(made)
+    note = ("State: weights, gradients and optimizer of one process.",)
+    return replace(shown, notes=() if any(column.name == "state" for column in absent) else note)
 
 
 def _is_reference(spec: RunSpec) -> bool:

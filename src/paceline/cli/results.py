@@ -111,6 +111,7 @@ def add_report_options(verb: Parser) -> None:
     verb.add_argument(
         "--baseline", type=Path, metavar="DIR|FILE", help="compare nodes with a healthy result instead of their peers"
     )
+    verb.add_argument("-v", "--verbose", action="store_true", help="print every table, note and recommendation")
 
 
 def costing_of(arguments: argparse.Namespace) -> Costing:
@@ -176,7 +177,8 @@ def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
 
 def report(arguments: argparse.Namespace) -> int:
     baseline = baseline_of(arguments)
-    return conclude(console(), arguments.directory, arguments.format, costing_of(arguments), baseline)
+    costing = costing_of(arguments)
+    return conclude(console(), arguments.directory, arguments.format, costing, baseline, verbose=arguments.verbose)
 
 
 def conclude(
@@ -186,11 +188,12 @@ def conclude(
     costing: Costing,
     baseline: Baseline | None = None,
     requested: Collection[str] | None = None,
+    verbose: bool = False,
 ) -> int:
     """Build the report of a directory, print it and write its files.
 
     Exit code 1 if a run failed or nothing was measured. requested limits that to these runs: the directory may contain
-    runs of earlier commands.
+    runs of earlier commands. verbose prints every table, otherwise the one that answers the question.
     """
     from paceline import report as presentation
     from paceline.campaign.run.findings import report_of
@@ -201,13 +204,14 @@ def conclude(
             exporter.check(directory)
     report = report_of(directory, costing, baseline)
     # Print before writing: a full disk must not hide the answer.
-    tables = presentation.section_group(report)
-    if tables is not None:
-        screen.print(tables)
-    for line in (*presentation.recommendation_lines(report), *(f"skipped: {text}" for text in report.skipped)):
+    screen.print(presentation.section_group(report) if verbose else presentation.brief_group(report))
+    lines = presentation.recommendation_lines(report) if verbose else presentation.brief_lines(report)
+    for line in (*lines, *(f"skipped: {text}" for text in report.skipped)):
         screen.print(line, highlight=False, markup=False)
     files = _write(report, exporters, directory)
-    screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    page = [path for path in files if path.suffix == ".html"]
+    shown = files if verbose or not page else page
+    screen.print(f"Report: {' '.join(map(str, shown))}", highlight=False, soft_wrap=True)
     runs = [r for r in report.runs if requested is None or r.run in requested]
     refused = [node for node in report.nodes if node.is_refused and (requested is None or node.run in requested)]
     lost = [load for load in report.served if load.fails and (requested is None or set(load.runs) & set(requested))]

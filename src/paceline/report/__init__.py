@@ -4,8 +4,8 @@ Reads findings of `analysis` and concludes nothing. `text` names things, `tables
 `exporters` writes files. Start with `answer` (the headline) and `terminal`. May import `analysis` and below.
 """
 
-from paceline.report.answer import recommendation_lines
-from paceline.report.terminal import drawn, section_group
+from paceline.report.answer import brief_lines, recommendation_lines
+from paceline.report.terminal import brief_group, drawn, section_group
 from paceline.wording import format_quantity
 
-__all__ = ["drawn", "format_quantity", "recommendation_lines", "section_group"]
+__all__ = ["brief_group", "brief_lines", "drawn", "format_quantity", "recommendation_lines", "section_group"]

@@ -102,6 +102,12 @@ def recommendation_lines(report: Report) -> list[str]:
     return lines or [part for part in (*answer(report), grounds(report)) if part]
 
 
+def brief_lines(report: Report) -> list[str]:
+    """The answer, then the caveats of its recommendation: what must not be missed without the full report."""
+    found = headline(report)
+    return [*filter(None, answer(report)), *(f"caveat: {caveat}" for caveat in (found.caveats if found else ()))]
+
+
 # --- the first sentence ---
 
 

@@ -77,7 +77,12 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
             bars=text_bars.tables(report),
         ),
         Section(name="effects", title="Effects", tables=effects.tables(report)),
-        Section(name="nodes", title="Nodes", tables=nodes.tables(report), details=nodes.details(report)),
+        Section(
+            name="nodes",
+            title=f"{nodes.noun(report).capitalize()}s",
+            tables=nodes.tables(report),
+            details=nodes.details(report),
+        ),
         Section(
             name="ranking",
             title="Cells of the design" if is_design else "Ranking",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.analysis.findings import Report
 from paceline.report import summary
 from paceline.report.sections import NOT_ON_TERMINAL, sections
-from paceline.report.tables.table import Cell, Table
+from paceline.report.tables.table import Cell, Table, without_empty
 from paceline.report.text import trust
 from paceline.wording import MISSING, short_percent
 
@@ -25,6 +25,10 @@ WORDS = (None, 56, 48, 40, 34, 28, 24)
 MOST_CARDS = 12
 # Columns up to this priority matter: a table that would lose one is drawn as cards.
 MATTERS = 4
+# Without --verbose: tables of a ranking, rows of a table, and disturbed launches that are named.
+MOST_TABLES, MOST_ROWS, MOST_LAUNCHES = 3, 16, 3
+# Shown without --verbose too: what failed, and what would fit instead.
+_FAILURES = ("not-ranked", "advice")
 _LIGHTS = {summary.GREEN: "green", summary.AMBER: "yellow", summary.RED: "red", summary.UNKNOWN: "dim"}
 _STYLES = {"good": "green", "bad": "red", "quiet": "dim", "code": "cyan"}
 
@@ -46,14 +50,65 @@ def section_group(report: Report, *names: str) -> RenderableType | None:
     return Group(*found) if found else None
 
 
-def _first_lines(report: Report) -> Iterator[RenderableType]:
-    """The headline, the trust light in one line, and the launches behind it."""
+def brief_group(report: Report) -> RenderableType:
+    """The headline, one line of trust, the table that answers the question, what failed, and what was left out."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    found = [*_first_lines(report, MOST_LAUNCHES)]
+    known = {section.name: section for section in sections(report) if section.name not in NOT_ON_TERMINAL}
+    lead = next((section for section in known.values() if section.tables), None)
+    shown: list[Table] = []
+    for section in (lead, *(known.get(name) for name in _FAILURES if lead is None or name != lead.name)):
+        if section is not None:
+            most = MOST_TABLES if section.name in ("ranking", "nodes", *_FAILURES) else 1
+            shown += section.tables[:most]
+    if (ranking := known.get("ranking")) is not None and ranking.text:
+        found += (Text(ranking.text), Text(""))
+    found += (Fitted(essential(table)) for table in shown)
+    tables = sum(len(section.tables) + len(section.bars) for section in known.values())
+    notes = sum(len(table.notes) for table in shown) + len(report.notes)
+    parts = [f"{n} more {noun}{'s' if n > 1 else ''}" for n, noun in ((tables - len(shown), "table"),) if n]
+    parts += [f"{notes} note{'s' if notes > 1 else ''}"] if notes else []
+    if parts:
+        found.append(
+            Padding(Text(f"{' and '.join(parts)} with --verbose and in the report.", style="dim"), (0, 0, 0, 2))
+        )
+    return Group(*found)
+
+
+def essential(table: Table) -> Table:
+    """The columns that matter and the first rows of a table; notes are left out, except one about missing rows.
+
+    >>> from paceline.report.tables.table import Column
+    >>> wide = Table("", (Column("a"), Column("b", priority=9)), ((Cell("1"), Cell("2")),), ("a note",))
+    >>> essential(wide).rows, essential(wide).notes
+    (((Cell(text='1', detail='', tone='', link=''),),), ())
+    """
+    keep = [i for i, column in enumerate(table.columns) if column.priority <= MATTERS]
+    left = len(table.rows) - MOST_ROWS
+    return without_empty(
+        dataclasses.replace(
+            table,
+            columns=tuple(table.columns[i] for i in keep),
+            rows=tuple(tuple(row[i] for i in keep) for row in table.rows[:MOST_ROWS]),
+            notes=(f"{left} more row{'s' if left > 1 else ''}.",) if left > 0 else (),
+        )
+    )[0]
+
+
+def _first_lines(report: Report, most: int | None = None) -> Iterator[RenderableType]:
+    """The headline, the trust light in one line, and the launches behind it, at most so many."""
     from rich.text import Text
 
     light = summary.light(report)
     yield Text(summary.headline(report), style="bold")
     yield Text(f"Trust: {light.level}. {light.text}.", style=_LIGHTS[light.level])
-    yield from (Text(line, style="yellow") for line in trust.lines(report) if line.startswith("  "))
+    launches = [line for line in trust.lines(report) if line.startswith("  ")]
+    yield from (Text(line, style="yellow") for line in launches[:most])
+    if most is not None and len(launches) > most:
+        yield Text(f"  and {len(launches) - most} more", style="yellow")
     yield Text("")
 
 

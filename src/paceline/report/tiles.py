@@ -16,6 +16,7 @@ from paceline.report.charts.chart import strategies, thinned
 from paceline.report.charts.front import lead_group
 from paceline.report.charts.money import PER_BILLION
 from paceline.report.tables import ceilings, served
+from paceline.report.tables import nodes as node_tables
 from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import US, number
 from paceline.report.tables.memory import scale as memory_scale
@@ -372,14 +373,15 @@ def _node_tiles(report: Report) -> tuple[Tile, ...]:
     if not report.nodes:
         return ()
     counts = Counter(node.verdict for node in report.nodes)
-    total = f"of {len(report.nodes)} node{'' if len(report.nodes) == 1 else 's'}"
+    noun = node_tables.noun(report)
+    total = f"of {len(report.nodes)} {noun}{'' if len(report.nodes) == 1 else 's'}"
     named = {
         verdict: ", ".join(node.node for node in report.nodes if node.verdict == verdict) for verdict in (FAIL, SUSPECT)
     }
     rest = len(report.nodes) - counts[PASS] - counts[FAIL] - counts[SUSPECT]
     return (
-        Tile(name="Pass", value=str(counts[PASS]), unit="nodes", note=total),
-        Tile(name="Fail", value=str(counts[FAIL]), unit="nodes", note=named[FAIL] or total),
-        Tile(name="Suspect", value=str(counts[SUSPECT]), unit="nodes", note=named[SUSPECT] or total),
-        Tile(name="Inconclusive", value=str(rest), unit="nodes", note=total),
+        Tile(name="Pass", value=str(counts[PASS]), unit=f"{noun}s", note=total),
+        Tile(name="Fail", value=str(counts[FAIL]), unit=f"{noun}s", note=named[FAIL] or total),
+        Tile(name="Suspect", value=str(counts[SUSPECT]), unit=f"{noun}s", note=named[SUSPECT] or total),
+        Tile(name="Inconclusive", value=str(rest), unit=f"{noun}s", note=total),
     )

@@ -239,12 +239,18 @@ class EndedRun:
     damage: str | None = None
 
 
-def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse: Pulse | None) -> float | None:
+def forecast_s(
+    runs: Iterable[PlannedRun],
+    ended: Mapping[str, EndedRun],
+    pulse: Pulse | None,
+    predicted: Mapping[str, float] | None = None,
+) -> float | None:
     """Seconds to the end of the plan; None if the duration of a run cannot be estimated yet.
 
     A run is expected to take the mean of the repeats of its cell, however they ended; else of ok runs of the same
     workload, model and number of processes; else of ok runs of the same workload. The current run is estimated by its
     recent steps or requests. Without these, and if it already takes longer than expected, there is no estimate.
+    predicted has the seconds of runs for which nothing was measured yet.
     """
     planned = tuple(runs)
     current = PlannedRun.of(pulse.spec) if pulse else None
@@ -252,7 +258,7 @@ def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse:
     left = rest = 0.0
     if pulse and current:
         elapsed = max(time.time() - pulse.began_at, 0.0)
-        usual = _expected_s(current, seen)
+        usual = _expected_s(current, seen, predicted)
         if pulse.left_s is not None:
             rest = pulse.left_s
         elif usual is not None and usual > elapsed:
@@ -264,21 +270,23 @@ def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse:
     for run in planned:
         if run.run in ended or (current and run.run == current.run):
             continue
-        expected = _expected_s(run, seen)
+        expected = _expected_s(run, seen, predicted)
         if expected is None:
             return None
         left += expected
     return left + rest
 
 
-def _expected_s(run: PlannedRun, seen: Sequence[tuple[PlannedRun, EndedRun]]) -> float | None:
+def _expected_s(
+    run: PlannedRun, seen: Sequence[tuple[PlannedRun, EndedRun]], predicted: Mapping[str, float] | None = None
+) -> float | None:
     ok = [(other, end) for other, end in seen if end.status == Status.OK]
     tiers = (
         [end.seconds for other, end in seen if other.cell == run.cell],
         [end.seconds for other, end in ok if other.kin == run.kin],
         [end.seconds for other, end in ok if other.workload == run.workload],
     )
-    return next((fmean(seconds) for seconds in tiers if seconds), None)
+    return next((fmean(seconds) for seconds in tiers if seconds), (predicted or {}).get(run.run))
 
 
 # --- the whole directory ---

@@ -14,7 +14,7 @@ def test_without_a_verb_the_help_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: paceline VERB [options]")
-    assert cli.GROUPS["Run experiments"][0] == "run"
+    assert cli.GROUPS["Run experiments"][:2] == ("start", "run")
     verbs = {name for names in cli.GROUPS.values() for name in names}
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2].isalpha()}
     assert listed == verbs
@@ -36,7 +36,7 @@ def test_every_verb_is_listed_and_explains_itself(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["rnu", "quick"], "verb: got 'rnu', expected run, "),
+        (["rnu", "quick"], "verb: got 'rnu', expected start, run, "),
         (["rnu", "quick"], "Did you mean 'run'? See `paceline --help`."),
         (["schedule", "ad"], "action: got 'ad', expected add, list, show, next, remove, run. Did you mean 'add'?"),
         (["run", "quick", "--laucher", "slurm"], "run: got the unknown option '--laucher'. Did you mean '--launcher'?"),

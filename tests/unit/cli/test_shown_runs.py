@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from served_records import CLIENT, S, record, replica, request, stage
 
 from paceline import cli
+from paceline.analysis.findings import Certificate, LaunchTrust
+from paceline.analysis.findings.training import Check
 from paceline.analysis.served import verdicts
 from paceline.report.tables.one_run import record_lines, served_lines
 from paceline.results import store
@@ -68,3 +71,16 @@ def test_the_verb_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert told == golden
     assert "VALID" in told
     assert "node-0" in told
+
+
+def test_the_first_line_names_what_below_it_is_not_ok() -> None:
+    made = record([request(0)])
+    light = LaunchTrust(level="red", reasons=("other processes used 1.9 of 2 cores",))
+    check = Check(name="loss trajectory", ok=False, expected="3", observed="4", basis="observed")
+    refused = Certificate(run=made.spec.run_id, cell="c", work="w", reference=None, checks=(check,))
+    (load,) = verdicts.loads_of_run(made)
+    invalid = dataclasses.replace(load, verdict="INVALID")
+    first, *_ = record_lines(made, refused, light, [load, invalid])
+    assert first.endswith(": ok, but not certified (loss trajectory), 1 of 2 loads not valid and trust is red")
+    first, *_ = record_lines(made, None, None, [dataclasses.replace(load, verdict="VALID")])
+    assert first.endswith(": ok")

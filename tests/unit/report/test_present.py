@@ -12,7 +12,7 @@ from rich.console import Console
 from paceline import report as present
 from paceline import wording
 from paceline.analysis.findings import Report
-from paceline.report import terminal
+from paceline.report import summary, terminal
 from paceline.report.tables import table as tables
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text import cells
@@ -203,6 +203,22 @@ def test_the_terminal_never_overflows_and_loses_no_column_that_matters(report: R
     assert "Too narrow to show" not in text
     for words in ("vs best", "step time", "peak memory", "wire per step"):
         assert words in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_without_verbose_the_terminal_shows_the_answer_one_table_and_what_is_left_out(
+    report: Report, width: int
+) -> None:
+    text = printed(present.brief_group(report), width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    assert words.startswith(" ".join(summary.headline(report).split()))
+    assert words.count("Trust: ") == 1
+    for column in ("tokens/s", "vs best", "step time", "peak memory"):
+        assert column in words
+    assert "tp=3 does not divide 4 heads" in words, "a failure is never left out"
+    assert "with --verbose and in the report." in words
+    assert "Cost at" not in words
 
 
 def test_the_terminal_breaks_sentences_before_it_leaves_out_a_column(golden: object) -> None:

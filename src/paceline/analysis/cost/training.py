@@ -17,6 +17,7 @@ from paceline.analysis.findings import (
     SHARED_GPU,
     Cost,
     Measurement,
+    NodeVerdict,
     Recommendation,
     Report,
     Saving,
@@ -110,6 +111,19 @@ def added_to(report: Report, cells: Sequence[Cell], costing: Costing) -> Report:
         measurements=tuple(measurements),
         notes=(*report.notes, *_notes(cells, rows, costing)),
     )
+
+
+def of_nodes(nodes: Sequence[NodeVerdict], costing: Costing) -> tuple[NodeVerdict, ...]:
+    """The nodes with the cost of their own training speed, at the lowest price that applies to all their devices."""
+    offered = prices.table() if costing.prices is None else costing.prices
+    found = []
+    for node in nodes:
+        applies = [p.usd_per_gpu_hour for p in offered if all(p.holds_for(device) for device in node.devices)]
+        if node.tokens_per_s and applies:
+            usd = usd_per_mtok(min(applies), len(node.devices), node.tokens_per_s)
+            node = dataclasses.replace(node, usd_per_mtok=usd)
+        found.append(node)
+    return tuple(found)
 
 
 def device_of(cell: Cell) -> str | None:

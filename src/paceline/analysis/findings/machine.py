@@ -163,7 +163,8 @@ class NodeVerdict:
     """The verdict about one node of one run. against says what it was compared with.
 
     differences are facts in which it differs from the majority (first is the node's value, second the majority's).
-    condition is what its devices and host reported.
+    condition is what its devices and host reported. tokens_per_s is the sum of its ranks, each training alone;
+    samples_per_s is None for data without a fixed length, usd_per_mtok without a price for its devices.
     """
 
     run: str
@@ -178,6 +179,9 @@ class NodeVerdict:
     measures: tuple[NodeMeasure, ...] = ()
     differences: tuple[Differing, ...] = ()
     condition: tuple[tuple[str, str], ...] = ()
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    usd_per_mtok: float | None = None
 
     @property
     def is_refused(self) -> bool:

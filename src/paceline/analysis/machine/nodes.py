@@ -361,6 +361,10 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
         for rank in ranks:
             for name, value in facts.get(rank, {}).items():
                 condition.setdefault(name, {}).update({str(value): None} if value not in (None, "") else {})
+        measures = tuple(m for m in case.measures if m.rank in ranks)
+        trained = [m.value for m in measures if m.measure == TRAINING]
+        tokens_per_s = sum(trained) if len(trained) == len(ranks) else None
+        is_fixed = spec.workload.options.get("training", "pretrain") == "pretrain" and tokens_per_s is not None
         yield NodeVerdict(
             run=spec.run_id,
             cell=spec.cell,
@@ -371,7 +375,9 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
             verdict=worst(tuple(e.verdict for e in evidence)),
             against=baseline.name if baseline else PEERS,
             evidence=tuple(sorted(evidence, key=lambda e: WORST_FIRST.index(e.verdict))),
-            measures=tuple(m for m in case.measures if m.rank in ranks),
+            measures=measures,
+            tokens_per_s=tokens_per_s,
+            samples_per_s=(tokens_per_s or 0.0) / spec.training.sequence_length if is_fixed else None,
             differences=tuple(dict.fromkeys(d for rank in ranks for d in case.differences.get(rank, ()))),
             condition=tuple((name, ", ".join(values)) for name, values in condition.items() if values),
         )

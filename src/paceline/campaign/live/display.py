@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.campaign.live.progress import left_text, pulse_text, title
+from paceline.campaign.live.progress import Titles, left_text, pulse_text, spent_text
 from paceline.experiment.spec import RunSpec
 from paceline.results.campaign_file import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
 from paceline.results.records import Status
 from paceline.results.store import Progress
+from paceline.wording import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,12 +28,22 @@ REFRESH_S = 1.0
 
 
 class Lines:
-    """One line per event, and a line now and then during a long run: for logs and pipes."""
+    """One line per event, and a line now and then during a long run: for logs and pipes.
+
+    usd_per_hour is the price of one device; predicted has the seconds of runs that could be predicted.
+    """
 
     refresh_s = HEARTBEAT_S
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, usd_per_hour: float | None = None, predicted: Mapping[str, float] | None = None
+    ) -> None:
         self.console = console
+        self.usd_per_hour = usd_per_hour
+        self.predicted = predicted or {}
+        self.title = Titles(())
+        self.began, self.device_s, self.launched = time.monotonic(), 0.0, 0
+        self.running: RunSpec | None = None
         self.planned: dict[str, PlannedRun] = {}
         self.ends: dict[str, EndedRun] = {}
         self.unread: list[str] = []
@@ -48,8 +59,10 @@ class Lines:
 
     def begin(self, specs: Sequence[RunSpec]) -> None:
         self.planned = {spec.run_id: PlannedRun.of(spec) for spec in specs}
+        self.title = Titles(specs)
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
+        self.running, self.launched = spec, self.launched + 1
         self.run_began = self.read_at = time.monotonic()
         self.run_dir = run_dir
         # Durations from an earlier campaign predict how long its repeats take.
@@ -69,20 +82,23 @@ class Lines:
     def show(self, pulse: Pulse) -> None:
         from rich.markup import escape
 
-        where = f"{title(pulse.spec)}: {pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
-        self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
+        ahead = f"{left_text(self.left_s(pulse))}{spent_text(self.usd())}"
+        where = f"{self.title(pulse.spec)}: {pulse_text(pulse)}"
+        self.console.print(
+            f"  {escape(ahead)}: {self.done + 1}/{self.total} {escape(where)}", highlight=False, soft_wrap=True
+        )
 
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
         """Print each reason of the engine once, even if a number in it changes."""
         key = (spec.run_id, re.sub(r"\d+", "#", reason))
         if key not in self.waited_for:
             self.waited_for.add(key)
-            where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: waiting: {reason}"
+            where = f"  {self.done + 1:>3}/{self.total} {self.title(spec)}: waiting: {reason}"
             self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
         allowed = f"{left} more restart{'' if left == 1 else 's'} allowed"
-        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason}; {allowed}"
+        where = f"  {self.done + 1:>3}/{self.total} {self.title(spec)}: restarting: {reason}; {allowed}"
         self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
@@ -90,7 +106,7 @@ class Lines:
         if self.advised != spec.run_id:
             self.advised = spec.run_id
             self.console.print(
-                f"  {self.done + 1:>3}/{self.total} {title(spec)}: {ADVISING}", highlight=False, markup=False
+                f"  {self.done + 1:>3}/{self.total} {self.title(spec)}: {ADVISING}", highlight=False, markup=False
             )
 
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
@@ -99,6 +115,9 @@ class Lines:
         self.done += 1
         took = time.monotonic() - self.run_began
         self.run_began += took  # an unsupported run is never started
+        if self.running is not None and self.running.run_id == spec.run_id:
+            self.device_s += took * spec.topology.world_size
+            self.running = None
         if known:
             self.unread.append(spec.run_id)
         else:
@@ -108,14 +127,30 @@ class Lines:
         probed = status is Status.OOM and spec.traits.probes_limit
         mark = PROBED_MARK if probed else MARKS.get(status, FAILED_MARK)
         self.console.print(
-            f"{mark} {self.done:>3}/{self.total} {escape(title(spec))} {status} ({tail}){reason}", highlight=False
+            f"{mark} {self.done:>3}/{self.total} {escape(self.title(spec))} {status} ({tail}){reason}", highlight=False
         )
 
     def close(self) -> None:
         """Nothing to close."""
 
     def left_s(self, pulse: Pulse | None) -> float | None:
-        return forecast_s(self.planned.values(), self.ends, pulse)
+        return forecast_s(self.planned.values(), self.ends, pulse, self.predicted)
+
+    def usd(self) -> float | None:
+        """What the devices have cost since the campaign began; None without a price."""
+        if self.usd_per_hour is None:
+            return None
+        now = (time.monotonic() - self.run_began) * self.running.topology.world_size if self.running else 0.0
+        return (self.device_s + now) / 3600 * self.usd_per_hour
+
+    def spent(self) -> str:
+        """`Took 12 min 03 s for 20 runs: 1.6 device-hours, 12.65 USD.`; empty if nothing was started."""
+        if not self.launched:
+            return ""
+        runs = f"{self.launched} run{'' if self.launched == 1 else 's'}"
+        usd = "" if self.usd_per_hour is None else f", {self.usd():.2f} USD at {self.usd_per_hour:.4g} USD per hour"
+        hours = f"{self.device_s / 3600:.2g} device-hours{usd}"
+        return f"Took {format_duration(time.monotonic() - self.began)} for {runs}: {hours}."
 
 
 class Bars(Lines):
@@ -123,11 +158,13 @@ class Bars(Lines):
 
     refresh_s = REFRESH_S
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, usd_per_hour: float | None = None, predicted: Mapping[str, float] | None = None
+    ) -> None:
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        super().__init__(console)
+        super().__init__(console, usd_per_hour, predicted)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=console)
         self.overall = self.progress.add_task("campaign", total=None)
@@ -149,12 +186,12 @@ class Bars(Lines):
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         super().started(spec, run_dir)
-        self.below = left_text(self.left_s(None))
+        self.below = f"{left_text(self.left_s(None))}{spent_text(self.usd())}"
         steps = spec.steps or None if spec.is_trained else None
-        self.progress.reset(self.current, total=steps, visible=True, description=title(spec))
+        self.progress.reset(self.current, total=steps, visible=True, description=self.title(spec))
 
     def show(self, pulse: Pulse) -> None:
-        self.below = f"{pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
+        self.below = f"{left_text(self.left_s(pulse))}{spent_text(self.usd())}; {pulse_text(pulse)}"
         self.progress.update(self.current, completed=pulse.step)
 
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
@@ -177,5 +214,7 @@ class Bars(Lines):
         self.live.stop()
 
 
-def observer_for(console: Console) -> Lines:
-    return Bars(console) if console.is_terminal else Lines(console)
+def observer_for(
+    console: Console, usd_per_hour: float | None = None, predicted: Mapping[str, float] | None = None
+) -> Lines:
+    return (Bars if console.is_terminal else Lines)(console, usd_per_hour, predicted)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from paceline.analysis.findings.cell_axes import describe, distinguishing_axes
 from paceline.experiment.recipe import setting
 from paceline.experiment.spec import RunSpec
 from paceline.results.campaign_file import Pulse
@@ -38,6 +41,31 @@ def title(spec: RunSpec) -> str:
     return f"{spec.strategy} {spec.model_text} x{spec.topology.world_size}{point}{turn}"
 
 
+class Titles:
+    """Names of the runs of one campaign, by the axes in which its cells differ.
+
+    Runs of a design and of a script name their factors. If nothing differs, a run has the name of `title`.
+    """
+
+    def __init__(self, specs: Sequence[RunSpec]) -> None:
+        cells = {spec.cell: spec.axes() for spec in specs if not _is_reference(spec)}
+        axes = list(cells.values())
+        named = distinguishing_axes(axes) if len(axes) > 1 else ()
+        self.varying = [name for name in named if len({repr(each.get(name)) for each in axes}) > 1]
+        self.differ = len(axes) > 1
+        self.repeats = max((spec.repeat for spec in specs), default=0) + 1
+
+    def __call__(self, spec: RunSpec) -> str:
+        if not self.differ or _is_reference(spec) or spec.design or spec.script:
+            return title(spec)
+        turn = f", repeat {spec.repeat + 1} of {max(self.repeats, spec.repeat + 1)}" if self.repeats > 1 else ""
+        return f"{describe(spec.axes(), self.varying)}{turn}"
+
+
+def _is_reference(spec: RunSpec) -> bool:
+    return spec.is_trained and spec.strategy is None and spec.script is None
+
+
 def pulse_text(pulse: Pulse) -> str:
     """`step 12 of 40, backward, 12,345 tokens/s, peak 1.20 GiB, loss 5.123, trust green`, or a note of the workload
     (`412 of 662 needed, 1 late`); unknown values are left out."""
@@ -60,4 +88,9 @@ def left_text(left_s: float | None) -> str:
     if left_s is None:
         return "time left unknown"
     grain = next((grain for grain, limit in ((1.0, 20.0), (5.0, 120.0), (60.0, 7200.0)) if left_s < limit), 600.0)
-    return f"about {format_duration(round(left_s / grain) * grain)} left"
+    return f"about {format_duration(round(left_s / grain) * grain).removesuffix(' 00 s')} left"
+
+
+def spent_text(usd: float | None) -> str:
+    """`, 1.24 USD so far`; empty without a price."""
+    return "" if usd is None else f", {usd:.2f} USD so far"

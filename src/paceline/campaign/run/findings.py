@@ -52,9 +52,10 @@ def run_lines(run_dir: Path) -> list[str]:
     """One finished run: its settings, how it ended, its measurements and certificate. DamagedRunError if it is."""
     record = store.read_run(run_dir)
     group = [run for run in store.read_runs(run_dir.resolve().parent)[0] if run.spec.work == record.spec.work]
+    loads = verdicts.loads_of_run(record)
     lines = [
-        *record_lines(record, certify_all(group).get(record.spec.run_id), trust.finding(record)),
-        *served_lines(verdicts.loads_of_run(record), verdicts.replicas_of_run(record)),
+        *record_lines(record, certify_all(group).get(record.spec.run_id), trust.finding(record), loads),
+        *served_lines(loads, verdicts.replicas_of_run(record)),
     ]
     offsets = clock_offsets.read(run_dir)
     lines += [f"  warning: {warning}" for warning in filter(None, map(clock_offsets.warning, offsets))]

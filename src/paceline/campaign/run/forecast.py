@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from paceline.host import machine
 from paceline.prediction import hardware, runs, stored
 from paceline.prediction.hardware import Accelerator
 from paceline.prediction.predict import Prediction, predict
+from paceline.results.campaign_file import EndedRun, PlannedRun, forecast_s
+from paceline.wording import format_duration
 
 # Process start, model construction, compilation and reports of one run, in seconds; compiling adds the second.
 START_S, COMPILE_S = 40.0, 60.0
@@ -53,6 +55,53 @@ def forecast(specs: Sequence[RunSpec], gpu: Accelerator) -> list[Forecast]:
         value, low, high = seconds
         found.append(Forecast(spec=spec, prediction=one, seconds=value, low_s=low, high_s=high))
     return found
+
+
+EARLIER, PREDICTED, TIMEOUTS = "as earlier runs here", "predicted", "their timeouts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What one run will take; its timeout is a bound, not an estimate."""
+
+    seconds: float
+    device_s: float
+    basis: str
+
+    @property
+    def is_bound(self) -> bool:
+        return self.basis == TIMEOUTS
+
+
+def expected(
+    specs: Sequence[RunSpec], predicted: Mapping[str, Forecast], ended: Mapping[str, EndedRun]
+) -> dict[str, Expected]:
+    """Every run that has not ended: as earlier runs of its cell, model or workload took, else as predicted, else its
+    timeout."""
+    done = [PlannedRun.of(spec) for spec in specs if spec.run_id in ended]
+    found = {}
+    for spec in specs:
+        if spec.run_id in ended:
+            continue
+        seconds, basis = forecast_s([*done, PlannedRun.of(spec)], ended, None), EARLIER
+        if seconds is None and spec.run_id in predicted:
+            seconds, basis = predicted[spec.run_id].seconds, PREDICTED
+        elif seconds is None:
+            seconds, basis = spec.timeout_s, TIMEOUTS
+        found[spec.run_id] = Expected(seconds=seconds, device_s=seconds * spec.topology.world_size, basis=basis)
+    return found
+
+
+def total_text(runs: Collection[Expected], usd_per_hour: float | None = None) -> str:
+    """`about 12 min 20 s, 3.29 USD (predicted)`; an upper bound if only the timeout of a run is known.
+
+    >>> total_text([Expected(seconds=90.0, device_s=180.0, basis=EARLIER)], usd_per_hour=2.0)
+    'about 1 min 30 s, 0.10 USD (as earlier runs here)'
+    """
+    usd = "" if usd_per_hour is None else f", {sum(run.device_s for run in runs) / 3600 * usd_per_hour:.2f} USD"
+    how = "at most" if any(run.is_bound for run in runs) else "about"
+    bases = " and ".join(dict.fromkeys(run.basis for run in runs))
+    return f"{how} {format_duration(sum(run.seconds for run in runs))}{usd} ({bases})"
 
 
 def store(found: Sequence[Forecast], out: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import NodeEvidence, NodeMeasure, NodeVerdict, Report
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
-from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
-from paceline.wording import MISSING, listed
+from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric, without_empty
+from paceline.wording import MISSING, format_parts, listed
 
 TONES = {PASS: "good", UNDECIDED: "", SUSPECT: "", FAIL: "bad"}
 MOST_NAMED = 6
@@ -23,12 +23,19 @@ def details(report: Report) -> tuple[Table, ...]:
     return tuple(table for table in (differences(report), conditions(report)) if table)
 
 
+def noun(report: Report) -> str:
+    """`rank` if ranks of one host were tested one by one, else `node`."""
+    return "rank" if len({node.host for node in report.nodes}) < len(report.nodes) else "node"
+
+
 def sentence(report: Report) -> str:
     """How many passed, how many are inconclusive, and which did not pass; empty without a node test."""
     if not report.nodes:
         return ""
     passed, undecided = (sum(node.verdict == verdict for node in report.nodes) for verdict in (PASS, UNDECIDED))
-    parts = [f"{passed} of {len(report.nodes)} nodes pass{f', {undecided} inconclusive' if undecided else ''}."]
+    parts = [
+        f"{passed} of {len(report.nodes)} {noun(report)}s pass{f', {undecided} inconclusive' if undecided else ''}."
+    ]
     words = {FAIL: "Failed", SUSPECT: "Suspect", UNDECIDED: "Inconclusive, test again with more repeats"}
     for verdict, word in words.items():
         found = [f"{node.node} ({kinds_of(node)})" for node in report.nodes if node.verdict == verdict]
@@ -68,15 +75,24 @@ def standings(report: Report) -> Table | None:
         return numeric(heading, priority), cell
 
     columns: tuple[Filled[NodeVerdict], ...] = (
-        (Column("node"), lambda node: node.node),
+        (Column(noun(report)), lambda node: node.node),
         (Column("verdict"), lambda node: Cell(verdict_name(node.verdict), kinds_of(node), TONES[node.verdict])),
+        (numeric("training, tokens/s"), lambda node: _number(node.tokens_per_s)),
+        (numeric("training, samples/s", 2), lambda node: _number(node.samples_per_s)),
+        (numeric("cost, USD/Btoken", 2), lambda node: _number(node.usd_per_mtok and node.usd_per_mtok * 1e3)),
         *(measured(name, 1 + i) for i, name in enumerate(measures)),
         (
             Column("devices", prose=True, priority=len(measures) + 1),
             lambda node: ", ".join(dict.fromkeys(node.devices)),
         ),
     )
-    return filled("Nodes", worst_first(report.nodes), columns, _notes(report), lambda node: (node.cell,))
+    title = f"{noun(report).capitalize()}s"
+    made = filled(title, worst_first(report.nodes), columns, _notes(report), lambda node: (node.cell,))
+    return without_empty(made)[0] if made else None
+
+
+def _number(value: float | None) -> str:
+    return format_parts(value, None, None)[0]
 
 
 def worst_first(nodes: Iterable[NodeVerdict]) -> list[NodeVerdict]:
@@ -129,14 +145,14 @@ def band(m: NodeMeasure) -> str:
 def reasons(report: Report) -> Table | None:
     """Evidence against nodes first, then what is inconclusive."""
     columns: tuple[Filled[tuple[NodeVerdict, NodeEvidence]], ...] = (
-        (Column("node"), lambda pair: pair[0].node),
+        (Column(noun(report)), lambda pair: pair[0].node),
         (Column("verdict"), lambda pair: Cell(pair[1].verdict, pair[1].kind, TONES[pair[1].verdict])),
         (Column("evidence", prose=True), lambda pair: pair[1].text),
         (Column("try next", prose=True), lambda pair: Cell(pair[1].next_command, "", "code")),
     )
     found = [(node, e) for node in worst_first(report.nodes) for e in node.evidence]
     undecided = any(e.verdict == UNDECIDED for _, e in found)
-    title = "Evidence against nodes" + (", or why they are inconclusive" if undecided else "")
+    title = f"Evidence against {noun(report)}s" + (", or why they are inconclusive" if undecided else "")
     return filled(title, found, columns, about=lambda pair: (pair[0].cell,))
 
 

@@ -10,15 +10,23 @@ from paceline.analysis.findings import Certificate, LaunchTrust
 from paceline.analysis.findings.served import LoadOfRun, ReplicaOfRun
 from paceline.host import links
 from paceline.results.records import RunRecord, TraceSample
-from paceline.wording import MISSING, Scale, format_duration, format_parts
+from paceline.wording import MISSING, Scale, format_duration, format_parts, listed
 
 GIB = 2**30
 CLASSES = ("products", "attention", "dequantisation", "elementwise", "copies")
 
 
-def record_lines(record: RunRecord, certificate: Certificate | None, light: LaunchTrust | None = None) -> Iterator[str]:
+def record_lines(
+    record: RunRecord,
+    certificate: Certificate | None,
+    light: LaunchTrust | None = None,
+    loads: Sequence[LoadOfRun] = (),
+) -> Iterator[str]:
+    """The run as lines; the first says how it ended and names everything below it that is not as it should be."""
     spec = record.spec
-    yield f"{spec.run_id}: {record.status}" + (f" ({record.error})" if record.error else "")
+    end = f"{record.status}" + (f" ({record.error})" if record.error else "")
+    objections = _objections(certificate, light, loads)
+    yield f"{spec.run_id}: {end}" + (f", but {listed(objections)}" if objections else "")
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_at))
     yield f"  started {started}, took {format_duration(record.ended_at - record.started_at)}; directory {record.path}"
     if light is not None:
@@ -75,6 +83,15 @@ def record_lines(record: RunRecord, certificate: Certificate | None, light: Laun
         yield f"    {'ok  ' if check.ok else 'FAIL'}  {check.name:{width}}  {check.basis:8}  {check.observed}"
         if not check.ok:
             yield f"    {'':4}  {'':{width}}  {'expected':8}  {check.expected}"
+
+
+def _objections(certificate: Certificate | None, light: LaunchTrust | None, loads: Sequence[LoadOfRun]) -> list[str]:
+    """What a reader must know before using a run that ended."""
+    failed = [check.name for check in certificate.checks if not check.ok] if certificate else []
+    found = [f"not certified ({', '.join(failed)})"] if certificate is not None and not certificate.valid else []
+    invalid = sum(load.verdict != "VALID" for load in loads)
+    found += [f"{invalid} of {len(loads)} loads not valid"] if invalid else []
+    return [*found, *(["trust is red"] if light is not None and light.level == "red" else [])]
 
 
 def _profile(trace: TraceSample) -> str:

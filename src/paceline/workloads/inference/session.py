@@ -36,6 +36,7 @@ from paceline.serving.client.shard import Progress
 from paceline.serving.client.silence import ReplicaBoard, ReplicaGuard, probe
 from paceline.serving.headroom import Headroom, ceiling_for, headroom
 from paceline.serving.prompts import Prompt
+from paceline.wording import format_duration
 from paceline.workloads.inference.loads import BOUNDED, Load, Outcome, is_lost, plan_of
 
 CHAT = "chat"
@@ -45,6 +46,8 @@ OPEN_CONNECTIONS = 64
 MOST_NAMES = 5
 # With more late requests, computing n(t) takes longer than it is worth.
 MOST_COUNTED = 1000
+# The share of a load that must have ended before its rate tells how long the rest takes.
+FEWEST_FOR_RATE = 0.1
 Replicas = Callable[[], Collection[int]]
 
 
@@ -208,9 +211,11 @@ class Session:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {'; '.join(deaths)}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.serving.partition, self._fastest_s)
         last: list[Progress] = []
+        began_s = time.monotonic()
 
         def report(progress: Progress) -> None:
-            text = f"timing: {progress_text(load, self._stage, self.serving, progress)}"
+            elapsed_s = time.monotonic() - began_s
+            text = f"timing: {progress_text(load, self._stage, self.serving, progress, elapsed_s)}"
             self.recorder.progress(self._number + progress.ended, text)
 
         heartbeat = Heartbeat(report, self.serving.request_timeout_s, lambda sent: idle_s(whole.due_ns, sent))
@@ -528,8 +533,9 @@ def idle_s(due_ns: schedule.Times, sent: int) -> float:
     return float(due_ns[sent] - (due_ns[sent - 1] if sent else 0)) / NS
 
 
-def progress_text(load: Load, stage: int, serving: Serving, progress: Progress) -> str:
-    """`load 3 (8.5 requests/s): 412 of 662 needed, 1 late`. With limits it counts to n(t), the requests needed."""
+def progress_text(load: Load, stage: int, serving: Serving, progress: Progress, elapsed_s: float | None = None) -> str:
+    """`load 3 (8.5 requests/s): 412 of 662 needed, 1 late, about 29 s left`. With limits it counts to n(t), the
+    requests needed. The time left is that of this load: what is missing, at the rate of the elapsed time."""
     if load.replica is not None:
         which = f"load {stage + 1} (replica {load.replica}): "
     elif serving.scenario == load.scenario:
@@ -540,11 +546,16 @@ def progress_text(load: Load, stage: int, serving: Serving, progress: Progress) 
     # The plan of a load that ends by time has more requests than will ever be sent.
     has_plan = not (load.least_s and load.scenario in BOUNDED)
     done = f"{progress.ended:,} of {progress.planned:,} requests" if has_plan else f"{progress.ended:,} requests"
+    target: float = progress.planned if has_plan else 0
     if any(limit is not None for limit in serving.limits.values()):
         bad = progress.late + progress.failed
         needed = early_stopping.requests_needed(bad, PERCENTILE) if bad <= MOST_COUNTED else math.inf
         if progress.ended <= needed <= progress.planned:
             done = f"{progress.ended:,} of {needed:,} needed"
+            target = needed
         done = f"{done}, {progress.late:,} late"
     failed = f", {progress.failed:,} failed" if progress.failed else ""
-    return f"{which}{done}{failed}"
+    left = ""
+    if elapsed_s is not None and target * FEWEST_FOR_RATE <= progress.ended < target and progress.ended:
+        left = f", about {format_duration((target - progress.ended) * elapsed_s / progress.ended)} left"
+    return f"{which}{done}{failed}{left}"

@@ -9,12 +9,16 @@ import node_records as synthetic
 import numpy as np
 import pytest
 
+from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import NodeVerdict
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT
 from paceline.analysis.machine import nodes
 from paceline.analysis.machine.peers import Band, among_peers, beside_baseline
+from paceline.analysis.report import build
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.host import prices
+from paceline.report.tables import nodes as tables
 from paceline.results.machine_samples import HealthSample
 from paceline.results.records import RunRecord, Status
 
@@ -36,6 +40,31 @@ def replaced(record: RunRecord, rank: int, field: str, **values: Any) -> RunReco
     """The record with one rank's samples of a field changed."""
     samples = tuple(dataclasses.replace(s, **values) if s.rank == rank else s for s in getattr(record, field))
     return dataclasses.replace(record, **{field: samples})
+
+
+# --- speed and cost ---
+
+
+def test_a_node_has_its_own_speed_and_cost() -> None:
+    """tokens/s over 3600 s at 2 USD per hour; samples have 512 tokens. A rank of one host is not called a node."""
+    report = build([synthetic.healthy(3)], title="", costing=Costing(prices.chosen("2")))
+    for node in report.nodes:
+        (speed,) = (m.value for m in node.measures if m.measure == "training")
+        assert node.tokens_per_s == speed
+        assert node.samples_per_s == pytest.approx(speed / 512)
+        assert node.usd_per_mtok == pytest.approx(2 / (3600 * speed) * 1e6)
+    assert tables.noun(report) == "node"
+    same = dataclasses.replace(report, nodes=tuple(dataclasses.replace(n, host="one") for n in report.nodes))
+    assert tables.sentence(same) == "3 of 3 ranks pass."
+    table = tables.standings(same)
+    assert table is not None
+    assert [column.heading for column in table.columns][:5] == [
+        "rank",
+        "verdict",
+        "training, tokens/s",
+        "training, samples/s",
+        "cost, USD/Btoken",
+    ]
 
 
 # --- healthy ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from paceline.campaign.live import display
+from paceline.campaign.live.progress import Titles
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -66,7 +68,7 @@ def test_a_long_run_is_told_of_now_and_then(
     said = text(screen).splitlines()
     assert len(said) == 2, "at 30 and 60 seconds"
     assert said[0] == golden
-    assert "x2" in said[0]
+    assert "left: 1/2 ddp: step 3 of 4" in said[0], "the strategy varies, the time left comes first"
     assert "256" in said[0]
     assert "1.00" in said[0]
 
@@ -116,7 +118,8 @@ def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
         assert run == golden
         assert "x2" in run
         assert "2/4" in run
-        assert where.startswith("step 3 of 4, forward, 256 tokens/s, peak 1.00 GiB, loss 5.500; about")
+        assert where.startswith("about ")
+        assert where.endswith(" left; step 3 of 4, forward, 256 tokens/s, peak 1.00 GiB, loss 5.500")
         bars.ended(spec, Status.OK, None, False)
     finally:
         bars.close()
@@ -148,3 +151,40 @@ def test_a_reason_to_wait_is_told_once_whatever_it_counts(make_spec: Make) -> No
         "0 of 3 nodes are free",
         "pulling the image",
     ]
+
+
+def test_a_run_is_named_by_the_axes_that_vary(make_spec: Make) -> None:
+    specs = [make_spec("ddp", repeat=repeat) for repeat in range(2)]
+    assert Titles(specs)(specs[1]) == "ddp tiny x2 repeat 2", "nothing varies"
+    longer = dataclasses.replace(specs[0], training=dataclasses.replace(specs[0].training, micro_batch=8))
+    name = Titles([*specs, longer])
+    assert name(specs[1]) == f"ddp, micro batch {specs[0].training.micro_batch}, repeat 2 of 2"
+    assert name(longer) == "ddp, micro batch 8, repeat 1 of 2"
+
+
+def test_cost_so_far_counts_every_device_of_the_runs_of_this_campaign(
+    tmp_path: Path, make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices for 90 s and again for 30 s at 60 USD an hour; a run that was measured before costs nothing now."""
+    now = 1000.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    first, second, third = (make_spec("ddp", repeat=repeat) for repeat in range(3))
+    lines = display.Lines(console(), usd_per_hour=60.0)
+    lines.begin([first, second, third])
+    lines.ended(first, Status.OK, None, True)
+    lines.started(second, store.create(tmp_path, second))
+    now += 90
+    lines.ended(second, Status.OK, None, False)
+    lines.started(third, store.create(tmp_path, third))
+    now += 30
+    assert lines.usd() == pytest.approx((2 * 90 + 2 * 30) / 3600 * 60)
+    lines.ended(third, Status.OK, None, False)
+    assert lines.spent() == "Took 2 min 00 s for 2 runs: 0.067 device-hours, 4.00 USD at 60 USD per hour."
+    assert display.Lines(console()).usd() is None
+
+
+def test_a_prediction_tells_the_time_left_before_anything_was_measured(make_spec: Make) -> None:
+    specs = [make_spec("ddp"), make_spec("fsdp2")]
+    lines = display.Lines(console(), predicted={spec.run_id: 40.0 for spec in specs})
+    lines.begin(specs)
+    assert lines.left_s(None) == 80.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -431,6 +432,16 @@ def test_a_load_is_counted_by_what_is_needed_up_to_what_is_planned(
     load = loads.Load(scenario="server", requests=planned, seed=0, rate_per_s=4.0)
     tally = Progress(planned=planned, sent=ended, ended=ended, late=late, failed=0)
     assert progress_text(load, 0, Serving(scenario="server", rate_per_s=4.0), tally) == golden
+
+
+def test_the_time_left_of_a_load_is_what_is_missing_at_its_rate() -> None:
+    """62 of the 459 needed requests ended in 31 s: 397 are left at 2 per second."""
+    load = loads.Load(scenario="server", requests=662, seed=0, rate_per_s=4.0)
+    serving = Serving(scenario="server", rate_per_s=4.0)
+    tally = Progress(planned=662, sent=62, ended=62, late=0, failed=0)
+    assert progress_text(load, 0, serving, tally, 31.0).endswith("62 of 459 needed, 0 late, about 3 min 18 s left")
+    few = dataclasses.replace(tally, ended=20)
+    assert "left" not in progress_text(load, 0, serving, few, 31.0), "the start of the server would dominate"
 
 
 def test_how_many_were_sent_by_when_the_last_was_due() -> None:
