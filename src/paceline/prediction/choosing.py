@@ -90,6 +90,9 @@ class Decision:
         chosen: dict[tuple[object, ...], Option] = {}
         for one in (*self.options[:1], *self.close):
             s = one.prediction.setup
+            if s.offload and objective(one, self.by) > objective(self.options[0], self.by) and not _offloads(self.best):
+                # Its interval is wide by assumption, and there is a layout without it.
+                continue
             cost = round(math.log(objective(one, self.by)) / EQUAL)
             chosen.setdefault((s.gpu.name, s.gpus, s.tp, s.pp, s.cp, s.quantised, cost), one)
         return tuple(chosen.values())[:MOST_RUNS] if len(chosen) > 1 else ()
@@ -112,8 +115,13 @@ def decide(options: Sequence[Option], limits: Limits, by: str, enumerated: int, 
     refused = tuple((one, why) for one in options if (why := one.misses(limits)) is not None)
     # Of options that are predicted equal the simplest comes first.
     same = [one for one in meeting if objective(one, by) <= objective(meeting[0], by) * (1 + EQUAL / 2)]
-    if simplest := min(same, key=_complexity, default=None):
-        meeting = [simplest, *(one for one in meeting if one is not simplest)]
+    first = min(same, key=_complexity, default=None)
+    if first is not None and first.prediction.setup.offload:
+        # Offload was never calibrated: what may be equal without it comes first.
+        plain = (one for one in meeting if not one.prediction.setup.offload and _may_equal(first, one, by))
+        first = next(plain, first)
+    if first is not None:
+        meeting = [first, *(one for one in meeting if one is not first)]
     best, others = (meeting[0], meeting[1:]) if meeting else (None, [])
     close = tuple(one for one in others if best is not None and _may_equal(best, one, by))
     return Decision(
@@ -125,6 +133,10 @@ def decide(options: Sequence[Option], limits: Limits, by: str, enumerated: int, 
         enumerated=enumerated,
         fitting=fitting,
     )
+
+
+def _offloads(option: Option | None) -> bool:
+    return option is not None and option.prediction.setup.offload
 
 
 def _complexity(option: Option) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from paceline.prediction.setup import SHARDS, Setup
 from paceline.prediction.step_time import PARTS, columns, parts, step_time
 
 METHODS = ("full", "lora", "qlora")
-DEFAULT_SEQUENCE = 4096
+DEFAULT_SEQUENCE, DEFAULT_BATCH = 4096, 256
 # Micro batches and start-up of a run that is only made to measure: seconds.
 MEASURING_S = 90.0
 ADAPTER_RANK = 16
@@ -280,13 +280,16 @@ def setup_of(
     require(shape.layers % pp == 0, "--layout", f"pp={pp}", f"a divisor of the {shape.layers} layers")
     require(shape.heads % tp == 0, "--layout", f"tp={tp}", f"a divisor of the {shape.heads} heads")
     require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
+    has_fp8 = device.fp8_flops > device.flops
+    require(precision != "fp8" or has_fp8, "--precision", "fp8", f"bf16 or fp16: {device.gpu} has no 8-bit products")
     require(method in METHODS, "--method", method, ", ".join(METHODS))
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
     # Adapters are trained by other programs than whole models.
     program, default_shard = published.software("peft" if software == "generic" and method != "full" else software)
     link, node = hardware.network(interconnect)
     require(not interconnect or (link or node) is not None, "--interconnect", interconnect, "a link or network by name")
-    batch = global_batch or max(256, ranks) if method == "full" else global_batch or 4 * ranks
+    # What a user did not ask for must not be refused: the default is a multiple of the ranks.
+    batch = global_batch or (ranks * max(math.ceil(DEFAULT_BATCH / ranks), 1) if method == "full" else 4 * ranks)
     require(batch % ranks == 0, "--global-batch", batch, f"a multiple of dp={ranks}")
     per_rank = batch // ranks
     base = Setup(

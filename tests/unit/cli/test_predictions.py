@@ -111,6 +111,7 @@ def test_memory_is_rehearsed_where_the_program_is_ours(capsys: pytest.CaptureFix
     ("words", "told"),
     [
         (["--gpu", "cpu"], "--gpu: got cpu, expected --anchor with a `paceline run compute`"),
+        (["--gpu", "a100", "--precision", "fp8"], "--precision: got 'fp8', expected bf16 or fp16: A100"),
         (["--layout", "none,offload"], "--layout: got 'none,offload', expected zero1, zero2 or zero3"),
         (["--layout", "tp=3"], "a product that divides 8 GPUs"),
         (["--layout", "tp=16"], "a product that divides 8 GPUs"),

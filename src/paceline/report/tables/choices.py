@@ -16,6 +16,7 @@ from paceline.wording import MISSING, format_duration
 
 _GIB = 2.0**30
 MOST_ROWS = 10
+TWO_DAYS_S = 2 * 86400
 
 
 def tables(decision: Decision) -> tuple[Table, ...]:
@@ -24,20 +25,22 @@ def tables(decision: Decision) -> tuple[Table, ...]:
         return ()
     rows = tuple(_row(decision, one) for one in options)
     columns = [
-        Column("GPUs"),
+        *([] if _machine(decision) else [Column("GPUs")]),
         Column("layout"),
-        numeric("micro batch", 3),
-        Column("checkpointing", priority=3),
+        Column("micro batch", priority=6),
         numeric("tokens/s per GPU"),
-        numeric("memory, GiB", 2),
+        numeric("memory, GiB", 5),
         *_amount_columns(decision),
-        numeric("more than the best, %", 1),
+        numeric("more than the best, %", 7),
         Column("verdict"),
     ]
+    machine = _machine(decision)
+    where = f" on {machine}" if machine else ""
     heading = (
-        f"{decision.fitting} of {decision.enumerated} variants fit; the best of each layout, by {decision.by}"
-        f"{'' if len(decision.options) <= MOST_ROWS else f' (first {MOST_ROWS} of {len(decision.options)})'}"
+        f"{decision.fitting} of {decision.enumerated} variants fit{where}; the best of each layout, by {decision.by}"
     )
+    if len(decision.options) > MOST_ROWS:
+        heading += f" (first {MOST_ROWS} of {len(decision.options)})"
     return (Table(heading, tuple(columns), rows, (INTERVAL_NOTE,)),)
 
 
@@ -47,6 +50,17 @@ def _amount_columns(decision: Decision) -> list[Column]:
     return [numeric("days"), *([numeric("USD")] if _priced(decision) else [])]
 
 
+def _machine(decision: Decision) -> str | None:
+    """The GPUs and method of all options, if they have the same."""
+    names = {_gpus(one) for one in decision.options}
+    return names.pop() if len(names) == 1 else None
+
+
+def _gpus(option: Option) -> str:
+    s = option.prediction.setup
+    return f"{s.gpus} x {s.gpu.name}{' QLoRA' if s.quantised else ' LoRA' if s.has_adapters else ''}"
+
+
 def _priced(decision: Decision) -> bool:
     return all(one.usd_per_gpu_hour is not None for one in decision.options)
 
@@ -54,13 +68,11 @@ def _priced(decision: Decision) -> bool:
 def _row(decision: Decision, option: Option) -> tuple[Cell, ...]:
     one, limits = option.prediction, decision.limits
     s = one.setup
-    method = " QLoRA" if s.quantised else " LoRA" if s.has_adapters else ""
     rate = s.tokens_per_step / s.gpus
     cells = [
-        Cell(f"{s.gpus} x {s.gpu.name}{method}"),
+        *([] if _machine(decision) else [Cell(_gpus(option))]),
         Cell(s.layout),
-        Cell(f"{s.micro_batch} x {s.micro_batches:g}"),
-        Cell(s.checkpointing),
+        Cell(f"{s.micro_batch} x {s.micro_batches:g}", "" if s.checkpointing == "none" else s.checkpointing),
         between(rate / one.step_s, rate / one.high_s, rate / one.low_s),
         Cell(number(memory.total(s) / _GIB)),
     ]
@@ -72,7 +84,7 @@ def _row(decision: Decision, option: Option) -> tuple[Cell, ...]:
         cells.append(_ranged(one.usd_for(1e6, option.usd_per_gpu_hour or 0.0), option))
     assert decision.best is not None
     more = objective(option, decision.by) / objective(decision.best, decision.by) - 1
-    cells += [Cell(f"{100 * more:.0f}"), _verdict(decision, option)]
+    cells += [Cell(f"{100 * max(more, 0.0):.0f}"), _verdict(decision, option)]
     return tuple(cells)
 
 
@@ -118,9 +130,12 @@ def _proposal_lines(decision: Decision) -> Iterable[str]:
         yield "Nothing to measure: no other option is within what prediction can tell apart."
         return
     minutes = sum(measuring_minutes(one) for one in decision.to_measure)
-    names = "; ".join(name(one) for one in decision.to_measure)
+    machine = _machine(decision)
+    names = "; ".join(_variant(one) if machine else name(one) for one in decision.to_measure)
+    where = f" on {machine}" if machine else ""
+    cost = f"{number(minutes)} GPU minutes at most"
     yield (
-        f"{len(decision.close)} more may be equal. Worth measuring ({number(minutes)} GPU minutes at most): {names}. "
+        f"{len(decision.close)} more may be equal. Worth measuring{where} ({cost}): {names}. "
         "`--measure` runs those that Paceline can run."
     )
 
@@ -188,7 +203,12 @@ def memory_line(option: Option, peak_bytes: int | None, reason: str) -> str:
 def name(option: Option) -> str:
     s = option.prediction.setup
     method = "QLoRA, " if s.quantised else "LoRA, " if s.has_adapters else ""
-    return f"{s.gpus} x {s.gpu.name}, {method}{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
+    return f"{s.gpus} x {s.gpu.name}, {method}{_variant(option)}"
+
+
+def _variant(option: Option) -> str:
+    s = option.prediction.setup
+    return f"{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
 
 
 def result(decision: Decision, option: Option) -> str:
@@ -199,7 +219,8 @@ def result(decision: Decision, option: Option) -> str:
              f"{number(s.tokens_per_step / one.low_s)})"]  # fmt: skip
     seconds, usd = option.seconds(limits), option.usd(limits)
     if seconds is not None and limits.tokens is not None:
-        texts.append(f"{amount(limits.tokens)} tokens in {format_duration(seconds)}")
+        long = f"{number(seconds / 86400)} days" if seconds >= TWO_DAYS_S else format_duration(seconds)
+        texts.append(f"{amount(limits.tokens)} tokens in {long}")
     if usd is not None:
         texts.append(f"{number(usd)} USD at {option.usd_per_gpu_hour:g} USD per GPU-hour")
     return ", ".join(texts)

@@ -42,7 +42,8 @@ def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
         ("throughput per GPU", rate(s.tokens_per_step / s.gpus), "tokens/s"),
     ]
     if one.mfu is not None:
-        quantities.append(("MFU", rate(100 * one.mfu * one.step_s), "%"))
+        name = "MFU, of the fp8 peak" if s.fp8 else "MFU"
+        quantities.append((name, rate(100 * one.mfu * one.step_s), "%"))
     if joules := one.joules_per_token:
         ends = (joules, joules * low / one.step_s, joules * high / one.step_s)
         quantities.append(("energy of the GPUs", ends, "J/token"))
