@@ -57,11 +57,11 @@ def places(value: float, low: float | None, high: float | None) -> int:
     """
     if low is None or high is None or high <= low:
         return _places_of(value, LEAST_DIGITS) if value else 0
-    told = _places_of((high - low) / 2, DIGITS_OF_INTERVAL)
+    of_interval = _places_of((high - low) / 2, DIGITS_OF_INTERVAL)
     if not value:
-        return told
-    least = told if low < 0 < high else _places_of(value, LEAST_DIGITS)
-    return min(max(told, least), _places_of(value, MOST_DIGITS))
+        return of_interval
+    least = of_interval if low < 0 < high else _places_of(value, LEAST_DIGITS)
+    return min(max(of_interval, least), _places_of(value, MOST_DIGITS))
 
 
 def _places_of(value: float, digits: int) -> int:

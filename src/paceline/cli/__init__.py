@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 all runs ok and valid, 1 a run failed or is invalid, 2 the request was wrong, 130 interrupted.
 
     Without a verb it prints the help and returns 0. A reader that closes the pipe early (`| head -1`) is not an error.
-    A disk that is full, read-only or gone is the user's to mend: one sentence and exit code 2.
+    A disk that is full, read-only or gone is for the user to fix: one sentence and exit code 2.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

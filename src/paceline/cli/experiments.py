@@ -288,8 +288,8 @@ def _print_runs(
         note = f"unsupported: {reason}" if reason else _state(run_dir)
         note += "; more runs may follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
-        told = [_forecast_text([predicted[spec.run_id]], price)] if spec.run_id in predicted else []
-        for remark in (_describe(spec), *_remarks(spec, run_dir), *told):
+        forecast = [_forecast_text([predicted[spec.run_id]], price)] if spec.run_id in predicted else []
+        for remark in (_describe(spec), *_remarks(spec, run_dir), *forecast):
             print_hanging(screen, f"    {remark}", 6)
         # A command is one line on a terminal too, to be copied.
         print_plain(screen, f"    {load('launchers', spec.launcher.name).prepare(spec, run_dir)}")

@@ -144,7 +144,7 @@ def names(kind: str) -> dict[str, str]:
 
 
 def short_names(kind: str) -> dict[str, tuple[str, str]]:
-    """Short name -> the shipped plugin it stands for, and a description."""
+    """Short name -> the shipped plugin it names, and a description."""
     found: dict[str, tuple[str, str]] = {}
     for plugin in _shipped(kind) if "SHORT_NAMES" in DECLARED[kind] else ():
         found |= {short: (plugin, text) for short, text in _literals(kind, plugin)["SHORT_NAMES"].items()}
@@ -152,7 +152,7 @@ def short_names(kind: str) -> dict[str, tuple[str, str]]:
 
 
 def expanded(kind: str, choice: Choice, nodes: int, processes_per_node: int) -> Choice:
-    """The choice with a short name replaced by its plugin and the options it stands for, and with the content of files
+    """The choice with a short name replaced by its plugin and the options it implies, and with the content of files
     that its options name.
 
     >>> str(expanded("strategies", Choice("tp"), 1, 4))

@@ -77,7 +77,7 @@ def _offloaded(base: Setup) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """Layouts that fit, fastest first. close: those that cannot be told apart from the best by prediction alone."""
+    """Layouts that fit, fastest first. close: those that prediction alone cannot separate from the best."""
 
     best: Prediction
     close: tuple[Prediction, ...]

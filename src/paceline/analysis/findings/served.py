@@ -11,7 +11,7 @@ from paceline.errors import Scalar
 
 # The only text that may name MLPerf.
 LOADGEN_LABEL = "LoadGen-rule run, not an MLPerf(R) result"
-KEPT, NOT_KEPT, UNTOLD = "kept", "not kept", "cannot be told"
+KEPT, NOT_KEPT, UNDECIDED = "kept", "not kept", "undecided"
 CLIENT = "client"
 VALID, INVALID, INVALID_CLIENT = "VALID", "INVALID", f"INVALID({CLIENT})"
 UNDECIDED_GAIN = "no verdict"
@@ -29,7 +29,7 @@ def verdict_text(verdict: str, reasons: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One line of a checklist. outcome is KEPT, NOT_KEPT, or UNTOLD if the record cannot decide it."""
+    """One line of a checklist. outcome is KEPT, NOT_KEPT, or UNDECIDED if the record cannot decide it."""
 
     name: str
     asked: str

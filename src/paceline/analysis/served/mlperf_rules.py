@@ -17,7 +17,7 @@ from paceline.analysis.findings.served import (
     LOADGEN_LABEL,
     NOT_KEPT,
     PASSED,
-    UNTOLD,
+    UNDECIDED,
     Accuracy,
     Rule,
 )
@@ -79,7 +79,7 @@ def checklist(served: Served, accuracy: Rule | None = None) -> Iterator[Rule]:
 
 
 def _rule(name: str, asked: str, seen: str, kept: bool | None) -> Rule:
-    outcome = UNTOLD if kept is None else KEPT if kept else NOT_KEPT
+    outcome = UNDECIDED if kept is None else KEPT if kept else NOT_KEPT
     return Rule(name=name, asked=asked, seen=seen, outcome=outcome)
 
 

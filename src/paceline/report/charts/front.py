@@ -217,16 +217,16 @@ def predicted(report: Report) -> Iterator[Chart]:
     unit, names = scale(rows), labels(rows)
     points = []
     for row in rows:
-        told, real = ((sizes["peak"] or 0) * unit.factor for sizes in (row.predicted, row.measured))
+        expected, real = ((sizes["peak"] or 0) * unit.factor for sizes in (row.predicted, row.measured))
         error = "" if row.error_ratio is None else f"\noff by {100 * row.error_ratio:+.2f} %"
         points.append(
             Point(
-                x=told,
+                x=expected,
                 y=real,
                 series=describe(row.axes, ()),
                 label=names[row.cell],
-                detail=f"measured {format_parts(real, None, None)[0]}, predicted {format_parts(told, None, None)[0]} "
-                f"{unit.unit}{error}",
+                detail=f"measured {format_parts(real, None, None)[0]}, "
+                f"predicted {format_parts(expected, None, None)[0]} {unit.unit}{error}",
                 drawn=MARK,
                 cells=(row.cell,),
                 runs=row.runs,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.analysis.findings import Measurement, Report, ServedVerdict
 from paceline.analysis.findings.cell_axes import axis_text
-from paceline.analysis.findings.served import NOT_KEPT, UNTOLD
+from paceline.analysis.findings.served import NOT_KEPT, UNDECIDED
 from paceline.errors import Scalar
 from paceline.experiment.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric, without_empty, without_same
@@ -184,7 +184,7 @@ def _further(report: Report, best: Key) -> Iterator[str]:
 
 def rules_text(verdict: ServedVerdict) -> str:
     """For a run by LoadGen's rules: its label, its verdict, and how many rules were not met."""
-    broken, undecided = (sum(rule.outcome == outcome for rule in verdict.rules) for outcome in (NOT_KEPT, UNTOLD))
+    broken, undecided = (sum(rule.outcome == outcome for rule in verdict.rules) for outcome in (NOT_KEPT, UNDECIDED))
     count = f"{broken} of {len(verdict.rules)} rules not met, {undecided} inconclusive"
     return f"{verdict.label}: {verdict.axes.get('scenario')}, {verdict.verdict}; {count}"
 

@@ -68,7 +68,7 @@ class Options:
 
 
 def expand(name: str, options: Mapping[str, Any], nodes: int, processes_per_node: int) -> dict[str, Any]:
-    """The options that a short name stands for on so many processes; given options win."""
+    """The options that a short name means on so many processes; given options win."""
     world_size = nodes * processes_per_node
     usual: dict[str, dict[str, int]] = {
         # Shards inside a node and replicas across nodes; two replicas on one node.
@@ -250,7 +250,7 @@ def meshes(degrees: Layout, seat: Seat) -> tuple[Any, Any]:
 
 
 def _mesh(sizes: Mapping[str, int], seat: Seat) -> Any:
-    """A mesh whose dimensions all have groups of their own, so that their traffic can be told apart: torch would use
+    """A mesh whose dimensions all have groups of their own, so that their traffic can be separated: torch would use
     the group of all processes for a dimension of that size."""
     import torch.distributed as dist
     from torch.distributed import device_mesh

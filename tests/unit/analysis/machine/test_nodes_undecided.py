@@ -1,4 +1,4 @@
-"""Nodes that cannot be told: they do not pass, in no text and not in the exit code, and the advice is a number."""
+"""Undecided nodes: they do not pass, in no text and not in the exit code, and the advice is a number."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from served_records import CLIENT, MS, S, record, replica, request
 
-from paceline.analysis.findings.served import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Accuracy, Rule
+from paceline.analysis.findings.served import KEPT, LOADGEN_LABEL, NOT_KEPT, UNDECIDED, Accuracy, Rule
 from paceline.analysis.served import measurements, mlperf_rules
 from paceline.results.served_samples import RequestSample
 from paceline.serving.client import schedule
@@ -52,9 +52,9 @@ def test_a_server_run_that_keeps_what_can_be_told() -> None:
         "greedy": KEPT,
         "tokens of an answer": KEPT,
         "prompts": KEPT,
-        "prefix caching": UNTOLD,
+        "prefix caching": UNDECIDED,
         "whole set": NOT_KEPT,
-        "accuracy": UNTOLD,
+        "accuracy": UNDECIDED,
         "client": KEPT,
     }
 
@@ -81,7 +81,11 @@ def test_arrivals_of_another_law_are_not_kept() -> None:
 
 def test_too_few_too_short_and_too_late() -> None:
     few = outcomes(by_poisson(100), scenario="server", rate_per_s=1.0)
-    assert (few["minimum duration"], few["requests n(t) for p99"], few["limits at p99"]) == (NOT_KEPT, NOT_KEPT, UNTOLD)
+    assert (few["minimum duration"], few["requests n(t) for p99"], few["limits at p99"]) == (
+        NOT_KEPT,
+        NOT_KEPT,
+        UNDECIDED,
+    )
     late = [replace(r, first_ns=r.due_ns + 3 * S) if r.number < 20 else r for r in by_poisson(700)]
     found = outcomes(late, scenario="server", rate_per_s=1.0)
     assert (found["requests n(t) for p99"], found["limits at p99"]) == (NOT_KEPT, NOT_KEPT)
@@ -106,8 +110,8 @@ def test_a_single_stream_needs_64_requests() -> None:
     [
         ([{"prefix_caching": False}, {"prefix_caching": False}], KEPT),
         ([{"prefix_caching": False}, {"prefix_caching": True}], NOT_KEPT),
-        ([{"prefix_caching": False}, {}], UNTOLD),
-        ([], UNTOLD),
+        ([{"prefix_caching": False}, {}], UNDECIDED),
+        ([], UNDECIDED),
     ],
 )
 def test_prefix_caching_is_what_every_replica_says(settings: list[dict[str, bool]], outcome: str) -> None:
@@ -117,7 +121,7 @@ def test_prefix_caching_is_what_every_replica_says(settings: list[dict[str, bool
 
 def test_how_it_was_asked() -> None:
     assert outcomes([at(0, 0)], api="chat")["prompts"] == NOT_KEPT
-    assert outcomes([at(0, 0)], form=None)["prompts"] == UNTOLD
+    assert outcomes([at(0, 0)], form=None)["prompts"] == UNDECIDED
     assert outcomes([at(0, 0)], form="text")["prompts"] == NOT_KEPT
     assert outcomes([at(0, 0, asked_tokens=129)])["tokens of an answer"] == NOT_KEPT
     assert outcomes([at(0, 0, error="reset")])["each request answered once"] == NOT_KEPT
@@ -126,7 +130,7 @@ def test_how_it_was_asked() -> None:
 def test_the_whole_set_and_its_accuracy() -> None:
     whole = [at(n, 0) for n in range(13_368)]
     found = outcomes(whole, data="summaries")
-    assert (found["whole set"], found["accuracy"]) == (KEPT, UNTOLD)
+    assert (found["whole set"], found["accuracy"]) == (KEPT, UNDECIDED)
     assert outcomes(whole[1:], data="summaries")["whole set"] == NOT_KEPT
     assert outcomes(whole, data="jsonl")["whole set"] == NOT_KEPT
     scored = Rule(name="accuracy", asked="x", seen="y", outcome=KEPT)
@@ -144,7 +148,7 @@ def test_a_client_that_was_late_breaks_a_rule() -> None:
     assert outcomes([at(0, 0)], clients=(late,))["client"] == NOT_KEPT
 
 
-@pytest.mark.parametrize(("verdict", "outcome"), [("passed", KEPT), ("failed", NOT_KEPT), ("smoke", UNTOLD)])
+@pytest.mark.parametrize(("verdict", "outcome"), [("passed", KEPT), ("failed", NOT_KEPT), ("smoke", UNDECIDED)])
 def test_scores_decide_the_rule_about_them(verdict: str, outcome: str) -> None:
     scored = Accuracy(
         cell="x", axes={}, scored=9, scores=(), targets=(), verdict=verdict, replicas=(), runs=(), note=None

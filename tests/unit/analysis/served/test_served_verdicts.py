@@ -12,7 +12,7 @@ from served_records import CLIENT, S, in_turns, record, replica, request, stage
 
 from paceline.analysis import report as reports
 from paceline.analysis.findings import Report
-from paceline.analysis.findings.served import LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.findings.served import LOADGEN_LABEL, NOT_KEPT, UNDECIDED, Rule
 from paceline.analysis.served import measurements
 from paceline.analysis.served.loads import gather
 from paceline.analysis.served.verdicts import verdict_of
@@ -188,7 +188,7 @@ def test_a_failed_accuracy_of_the_whole_set_is_a_reason() -> None:
     failed = Rule(name="accuracy", asked="of the whole set", seen="FAILED, 13,368 scored", outcome=NOT_KEPT)
     found = verdict_of(load, failed)
     assert (found.verdict, found.reasons) == ("INVALID", ("accuracy of the whole set: FAILED, 13,368 scored",))
-    assert verdict_of(load, replace(failed, outcome=UNTOLD)).is_valid
+    assert verdict_of(load, replace(failed, outcome=UNDECIDED)).is_valid
 
 
 def test_a_launch_that_cannot_be_believed_is_left_out_and_named(golden: object) -> None:
