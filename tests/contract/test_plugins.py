@@ -9,8 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -175,15 +174,14 @@ def test_a_dotted_name_is_any_importable_module(golden: object) -> None:
     assert str(caught.value) == golden
 
 
-def test_entry_points_are_listed_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_are_listed_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = importlib.import_module("paceline.training.strategies.single")
-    point = SimpleNamespace(name="theirs", value="their_package.strategy", load=lambda: ours)
-
-    def entry_points(*, group: str, name: str | None = None) -> list[SimpleNamespace]:
-        return [point] if group == "paceline.strategies" and name in (None, "theirs") else []
-
-    monkeypatch.setattr(metadata, "entry_points", entry_points)
-    assert plugins.names("strategies")["theirs"] == "from their_package.strategy"
+    information = tmp_path / "theirs-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[paceline.strategies]\ntheirs = {ours.__name__}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plugins.names("strategies")["theirs"] == f"from {ours.__name__}"
     assert plugins.load("strategies", "theirs") is ours
     assert "theirs" not in plugins.names("workloads")
 
