@@ -79,7 +79,7 @@ REFUSED_SPLIT = {
     "tied_weights_apart": NORM,
     "mean_over_parts_of_a_sequence": NORM,
 }
-# Layouts with one replica, which accumulates the micro batches of two.
+# On a GPU only: on CPUs, tests/end_to_end/test_layouts.py has these and more.
 SPLIT = ("mesh:tp=2", "mesh:pp=2", "mesh:cp=2")
 CHECKPOINTED = ("no_checkpointing", "checkpoints_half_of_the_layers")
 # Not a mistake in bf16 training, where rounding to bf16 is what the experiment asks for.
@@ -112,8 +112,8 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
     common: dict[str, Any] = {
         "device": device,
         "launcher": LAUNCHERS[device],
-        "model": f"tiny:layers=2,hidden={WIDTHS[device]}",
-        "sequence_length": 16,
+        "model": f"tiny:layers=2,hidden={WIDTHS[device]},vocab=64",
+        "sequence_length": 8,
         "micro_batch": 2,
         "accumulation": 2,
         "steps": STEPS,
@@ -130,9 +130,12 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
             found[name] = make(f"adversary.planted:mistake={name}", **common | how)
     for name in other_data.MISTAKES:
         found[name] = make("ddp", **common, workload=f"adversary.other_data:mistake={name}")
+    # Layouts with one replica, which accumulates the micro batches of two. Splitting every operation is slow on a CPU.
     whole = common | {"accumulation": 4}
-    found |= {name: make(f"adversary.split:mistake={name}", **whole) for name in split.MISTAKES}
-    found |= {name: make(name, **whole) for name in SPLIT}
+    if precision == "fp32" or device == "cuda":
+        found |= {name: make(f"adversary.split:mistake={name}", **whole) for name in split.MISTAKES}
+    if device == "cuda":
+        found |= {name: make(name, **whole) for name in SPLIT}
     found |= {name: make(name, **common | settings) for name, settings in HONEST.items()}
     found |= {name: make("ddp", **common | settings) for name, settings in SETTINGS.items()}
     return found
@@ -172,7 +175,7 @@ def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
 
 def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
     specs, certificates = judged
-    for name in [*HONEST, *SETTINGS, *SPLIT]:
+    for name in (name for name in (*HONEST, *SETTINGS, *SPLIT) if name in specs):
         certificate = certificates[specs[name].run_id]
         assert certificate.reasons == (), name
         assert certificate.compared_steps == certificate.steps == STEPS, name

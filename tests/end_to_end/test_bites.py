@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 # strategy, workload, the check that must refuse, what it must have seen
 CHEATS = [
-    ("faulty.skips_accumulation", "pretrain", "optimizer steps", "4 updates at 4 steps"),
+    ("faulty.skips_accumulation", "pretrain", "optimizer steps", "2 updates at 4 steps"),
     ("faulty.wrong_reduction_dtype", "pretrain", "reduction dtype on the wire", "gradients crossed in bf16"),
     ("faulty.other_init", "pretrain", "initial weights", "on rank 0"),
     ("faulty.shifted_tokens", "pretrain", "loss trajectory", "the closest to its limit of 4 compared steps"),
@@ -23,7 +23,7 @@ IDS = [f"{strategy}-{workload}" for strategy, workload, *_ in CHEATS]
 @pytest.fixture(scope="module")
 def cheated(campaign: Callable[..., Any]) -> Any:
     matrix = [{"strategy": [strategy], "workload": [workload]} for strategy, workload, *_ in CHEATS]
-    return campaign("cheats", matrix)
+    return campaign("cheats", matrix, micro_batch=2)
 
 
 @pytest.mark.parametrize(("strategy", "workload", "check", "seen"), CHEATS, ids=IDS)
