@@ -16,6 +16,7 @@ from paceline.cli.verbs import (
     console,
     print_plain,
 )
+from paceline.results import safe_text
 
 
 def add_verbs(verbs: Any) -> None:
@@ -56,7 +57,7 @@ def capsule(arguments: argparse.Namespace) -> int:
         require(arguments.digest is None, "--digest", arguments.digest, "--verify beside it")
         packed = pack(arguments.directory, arguments.target, logs=arguments.logs, force=arguments.force)
     for note in packed.notes:
-        print(note)
+        print(safe_text.text(note))
     print(f"{packed.path}: {packed.runs} runs, {packed.path.stat().st_size:,} bytes, sha256 {packed.sha256}")
     print(f"digest {packed.digest}")
     if arguments.verify:
@@ -133,9 +134,8 @@ def replay(arguments: argparse.Namespace) -> int:
     if (table := reproduction_table(reproduction)) is not None:
         screen.print(table)
     if known:
-        screen.print(
-            f"{known} runs come from an earlier replay in {out}; use another --out to measure them again",
-            highlight=False,
+        print_plain(
+            screen, f"{known} runs come from an earlier replay in {out}; use another --out to measure them again"
         )
     for line in reproduction_lines(reproduction):
         print_plain(screen, line)

@@ -211,7 +211,7 @@ def conclude(
     files = _write(report, exporters, directory)
     page = [path for path in files if path.suffix == ".html"]
     shown = files if verbose or not page else page
-    screen.print(f"Report: {' '.join(map(str, shown))}", highlight=False, soft_wrap=True)
+    print_plain(screen, f"Report: {' '.join(map(str, shown))}")
     runs = [r for r in report.runs if requested is None or r.run in requested]
     refused = [node for node in report.nodes if node.is_refused and (requested is None or node.run in requested)]
     lost = [load for load in report.served if load.fails and (requested is None or set(load.runs) & set(requested))]

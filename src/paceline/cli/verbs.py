@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.errors import RequestError, did_you_mean
+from paceline.results import safe_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -183,8 +184,8 @@ def has_reader() -> bool:
 
 
 def print_plain(screen: Console, text: str) -> None:
-    """Print a line as it is: no markup, no highlighting, no wrapping."""
-    screen.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a line as it is: no markup, no highlighting, no wrapping, and no control characters of names in it."""
+    screen.print(safe_text.text(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_hanging(screen: Console, text: str, indent: int) -> None:

@@ -45,6 +45,19 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+# JSON takes up to twenty times its size in memory.
+LARGEST_DOCUMENT_BYTES = 32 * 2**20
+
+
+def document_of(path: Path) -> bytes:
+    """The content of a JSON file, which may be anybody's; OSError if it is larger than any that Paceline writes."""
+    with path.open("rb") as file:
+        content = file.read(LARGEST_DOCUMENT_BYTES + 1)
+    if len(content) > LARGEST_DOCUMENT_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB", str(path))
+    return content
+
+
 def text_of(path: Path) -> str:
     """The text of a file without surrounding white space; empty if it cannot be read, as files of /proc and /sys."""
     try:

@@ -267,12 +267,14 @@ def verify(path: Path, expected: str | None = None) -> Packed:
         raise RequestError(f"{path}: {skipped[0].removeprefix(f'{scratch}{os.sep}{ROOT}{os.sep}')}.")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    digest = str(manifest["digest"])
+    digest, left_out = str(manifest["digest"]), manifest.get("left_out")
+    if not isinstance(left_out, list):
+        raise RequestError(f"{path}: {MANIFEST} does not list what was left out, {_EXPECTED}.")
     if expected is not None and expected.strip().lower() not in (digest, sha256):
         raise RequestError(
             f"{path}: got digest {digest}, expected {expected}. It is not the capsule that was published."
         )
-    return Packed(path, len(records), sha256, digest, tuple(f"left out: {text}" for text in manifest["left_out"]))
+    return Packed(path, len(records), sha256, digest, tuple(f"left out: {text}" for text in left_out))
 
 
 def read_runs(path: Path) -> tuple[list[RunRecord], list[str]]:

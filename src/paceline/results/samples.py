@@ -139,6 +139,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+    except MemoryError:
+        raise damaged(path.parent, f"{path.name} does not fit into memory") from None
     # One parse of the joined lines is several times faster than one per line.
     whole = text[: max(text.rfind("\n"), 0)]
     joined = "[" + whole.replace("\n", ",") + "]"
@@ -150,6 +152,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         rows = rows if safe_text.is_plain(whole) else list(map(safe_text.value, rows))
     except (ValueError, RecursionError) as error:
         raise damaged(path.parent, f"{path.name} is not valid JSON ({error})") from None
+    except MemoryError:
+        raise damaged(path.parent, f"{path.name} does not fit into memory") from None
     if not _fit(rows):
         for number, row in enumerate(rows, 1):
             if (what := _problem(row)) is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import damaged
-from paceline.host.files import sync, write_atomically
+from paceline.host.files import document_of, sync, write_atomically
 
 FILE, SPEC = "status.json", "spec.json"
 # Files that are read as results: one that the seal does not list was added later.
@@ -104,7 +104,7 @@ def _state(path: Path) -> tuple[int, ...]:
 def _read(run_dir: Path) -> dict[str, Any]:
     """status.json as it is, because its digest covers each character; ValueError and OSError become damage."""
     try:
-        body = json.loads((run_dir / FILE).read_bytes())
+        body = json.loads(document_of(run_dir / FILE))
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(run_dir, f"{FILE} cannot be read ({error})") from None
     if not isinstance(body, dict):

@@ -41,7 +41,7 @@ from typing import Any, TextIO
 from paceline.errors import RequestError, StoreError, damaged
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
-from paceline.host.files import write_atomically
+from paceline.host.files import document_of, write_atomically
 from paceline.host.processes import end_with_parent
 from paceline.models.shape import Shape
 from paceline.results import safe_text, samples, sealing
@@ -345,7 +345,7 @@ def read_machines(run_dir: Path) -> tuple[dict[str, Any], ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose texts are safe to print."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = document_of(path).decode()
         value = safe_text.document(json.loads(text), text)
     except FileNotFoundError:
         raise damaged(path.parent, f"{path.name} is missing") from None

@@ -405,6 +405,19 @@ class TestVerifying:
         assert str(caught.value) == golden
 
 
+@pytest.mark.parametrize("left_out", [None, 5, "x", {}])
+def test_what_was_left_out_is_a_list(runs: Path, tmp_path: Path, left_out: object) -> None:
+    changed = rewritten(capsule.pack(runs, tmp_path / "c.tar.gz").path, _manifest(left_out=left_out))
+    with pytest.raises(RequestError, match=r"manifest\.json does not list what was left out"):
+        capsule.verify(changed)
+
+
+def test_a_note_of_a_manifest_moves_no_cursor(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = rewritten(capsule.pack(runs, tmp_path / "c.tar.gz").path, _manifest(left_out=["\x1b]0;title\x07"]))
+    assert cli.main(["capsule", "--verify", str(changed)]) == 0
+    assert capsys.readouterr().out.startswith("left out: \ufffd]0;title\ufffd\n")
+
+
 class TestDigest:
     """A published capsule can be shown to be the one that was measured."""
 

@@ -80,6 +80,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an empty seal": (lambda d: (d / "status.json").write_text(""), "status.json cannot be read"),
     "a list for a seal": (lambda d: (d / "status.json").write_text("[]"), "status.json is a list"),
+    "a seal of gigabytes": (lambda d: os.truncate(d / "status.json", 2**32), "status.json cannot be read"),
     "a seal nested deep": (lambda d: (d / "status.json").write_text("[" * 100_000), "status.json cannot be read"),
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.campaign.live.progress import Titles, left_text, pulse_text, spent_text
 from paceline.experiment.spec import RunSpec
+from paceline.results import safe_text
 from paceline.results.campaign_file import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
 from paceline.results.records import Status
 from paceline.results.store import Progress
@@ -123,7 +124,7 @@ class Lines:
         else:
             self.ends[spec.run_id] = EndedRun(status, took)
         tail = "already measured" if known else f"{took:.1f} s"
-        reason = f": {escape(error)}" if error else ""
+        reason = f": {escape(safe_text.text(error))}" if error else ""
         probed = status is Status.OOM and spec.traits.probes_limit
         mark = PROBED_MARK if probed else MARKS.get(status, FAILED_MARK)
         self.console.print(
