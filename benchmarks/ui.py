@@ -40,7 +40,10 @@ from paceline.results import campaign_file, store
 from paceline.results.records import GaugeSample, StepSample
 
 STEP_S = 0.8
+ROUNDS_BEFORE = 3
 GIB = 2**30
+# A disk in memory: the disk of this machine is not what is measured.
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 REASONS = tuple(THROTTLE_REASONS.values())
 PHASES = ("forward", "backward", "optimizer")
 
@@ -171,7 +174,7 @@ def cluster(out: Path, spec: RunSpec) -> Iterator[Any]:
     end, spent = context.Event(), context.Array("d", 3)
     run_dir = store.create(out, spec)
     campaign_file.write_plan(run_dir.parent, [spec])
-    with tempfile.TemporaryDirectory(prefix="paceline-agents-") as disk:
+    with tempfile.TemporaryDirectory(prefix="paceline-agents-", dir=MEMORY) as disk:
         process = context.Process(target=run_agents, args=(Path(disk), run_dir, spec, end, spent))
         process.start()
         try:
@@ -250,7 +253,7 @@ def main() -> None:
     import psutil
 
     spec = make_spec(arguments.nodes, arguments.gpus)
-    with tempfile.TemporaryDirectory(prefix="paceline-ui-") as own:
+    with tempfile.TemporaryDirectory(prefix="paceline-ui-", dir=MEMORY) as own:
         out = arguments.keep or Path(own, "results")
         with cluster(out, spec) as spent:
             if arguments.keep:
@@ -263,7 +266,9 @@ def main() -> None:
                 assert server.stdout is not None
                 address = urlsplit(server.stdout.readline().strip()).netloc
                 path = f"/campaign/{spec.experiment}/live"
-                count_bytes(address, f"{path}/events", 5.0)  # the agents start meanwhile
+                while spent[2] < ROUNDS_BEFORE:  # all nodes have sent something
+                    time.sleep(0.2)
+                count_bytes(address, f"{path}/events", 3.0)
                 process, before = psutil.Process(server.pid), psutil.Process(server.pid).cpu_times()
                 rounds, began = list(spent), time.monotonic()
                 size, ticks = count_bytes(address, f"{path}/events", arguments.seconds)

@@ -114,6 +114,7 @@ def monitor(arguments: argparse.Namespace) -> int:
     """Show readings until --count or Ctrl-C, then print a summary."""
     from paceline.campaign.live import metrics_endpoint
     from paceline.campaign.live import monitor as readings
+    from paceline.campaign.live.nodes import Watches
     from paceline.host.gauges import Gauges
     from paceline.results import campaign_file
 
@@ -128,10 +129,11 @@ def monitor(arguments: argparse.Namespace) -> int:
     tally = readings.Tally()
     # The newest reading, for the threads that answer scrapes.
     latest: list[Snapshot | None] = [None]
+    watches = Watches()
 
     def page() -> str:
         views = campaign_file.read_views(arguments.out) if arguments.out is not None else ()
-        return metrics_endpoint.page_text(latest[0], views, arguments.out)
+        return metrics_endpoint.page_text(latest[0], views, arguments.out, watches)
 
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(readings.Recording(arguments.record)) if arguments.record else None

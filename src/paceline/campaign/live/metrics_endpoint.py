@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from paceline.campaign.live.nodes import Look, Watches
 from paceline.campaign.live.progress import title
 from paceline.errors import RequestError, Scalar
 from paceline.host.gauges import Snapshot
@@ -46,7 +47,17 @@ RUN_GAUGES = {
     "peak_bytes": ("run_peak_memory_bytes", "Peak memory of any rank so far."),
     "loss": ("run_loss", "Last loss of rank 0, in nats."),
     "beat": ("run_beat_timestamp_seconds", "When a rank last moved, in seconds since 1970."),
+    "step_s": ("run_step_time_seconds", "Mean duration of the last few steps of rank 0."),
 }
+# The same of a `NodeReading` and of a `GpuReading`.
+NODE_GAUGES = {
+    "age_s": ("run_node_age_seconds", "Time since the last reading of the node arrived."),
+    "cpu_ratio": ("run_node_cpu_ratio", "Busy share of all cores of the node."),
+    "memory_used_bytes": ("run_node_memory_used_bytes", "Memory of the node in use."),
+    "received_per_s": ("run_node_received_bytes_per_s", "Network traffic to the node, RDMA included."),
+    "sent_per_s": ("run_node_sent_bytes_per_s", "Network traffic from the node, RDMA included."),
+}
+DEVICE_GAUGES = {name: (f"run_gpu_{name}", text) for name, text in GPU_GAUGES.items() if name != "memory_total_bytes"}
 
 
 def parse_address(text: str, option: str = "--serve", example: str = "127.0.0.1:9109") -> tuple[str, int]:
@@ -132,14 +143,46 @@ def _server(host: str, port: int, page: Callable[[], str], token: str) -> Thread
     return Server((host, port), MetricsPage)
 
 
-def page_text(snapshot: Snapshot | None, views: Sequence[CampaignView] = (), out: Path | None = None) -> str:
-    """The metrics of a reading and of campaigns. The views are of experiments at or below `out`."""
+def page_text(
+    snapshot: Snapshot | None,
+    views: Sequence[CampaignView] = (),
+    out: Path | None = None,
+    watches: Watches | None = None,
+) -> str:
+    """The metrics of a reading and of campaigns. The views are of experiments at or below `out`; those that run are
+    looked at through `watches`, node by node."""
     named = {}
     for view in views:
         # The path below `out`: two directories may contain experiments of the same name.
         inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
         named[view.experiment.resolve().name if inner == "." else inner] = view
-    return render([*machine_families(snapshot), *campaign_families(named)])
+    looks = watches.looks(named) if watches else {}
+    return render([*machine_families(snapshot), *campaign_families(named), *node_families(looks)])
+
+
+def node_families(looks: Mapping[str, Look]) -> list[Family]:
+    """Per node and GPU of every running run, and its straggler."""
+    of_nodes = {name: Family(*about) for name, about in NODE_GAUGES.items()}
+    of_gpus = {name: Family(*about) for name, about in DEVICE_GAUGES.items()}
+    energy = Family("run_gpu_energy_joules_total", "Energy since the driver was loaded.", "counter")
+    throttled = Family("run_gpu_throttled", "1 for each reason why the GPU runs slower than it could.")
+    straggler = Family("run_straggler", "1 for the rank that most looks found to be last.")
+    for experiment, look in looks.items():
+        labels: dict[str, Scalar] = {"experiment": experiment, "run": look.pulse.spec.run_id}
+        if look.straggler:
+            straggler.add(1, {**labels, "rank": look.straggler.rank, "node": look.straggler.host})
+        for node in look.nodes:
+            own = {**labels, "node": node.host}
+            for name, family in of_nodes.items():
+                family.add(getattr(node, name), own)
+            for index, gpu in enumerate(node.gpus):
+                device = {**own, "gpu": index}
+                for name, family in of_gpus.items():
+                    family.add(getattr(gpu, name), device)
+                energy.add(gpu.energy_j, device)
+                for reason in gpu.throttle_reasons or ():
+                    throttled.add(1, {**device, "reason": reason})
+    return [*of_nodes.values(), *of_gpus.values(), energy, throttled, straggler]
 
 
 def machine_families(snapshot: Snapshot | None) -> list[Family]:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,15 +90,30 @@ class Step:
     loss: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that was last in `count` of `looks` looks. slowed: why its GPU is throttled, if it is."""
+
+    rank: int
+    host: str
+    count: int
+    looks: int
+    slowed: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        why = f"; its GPU is throttled: {', '.join(self.slowed)}" if self.slowed else ""
+        return f"rank {self.rank} ({self.host}) is last in {self.count} of {self.looks} looks{why}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A run at one moment. steps are those of rank 0 since the look before. behind: the ranks that are not at the step
-    of the front."""
+    """A run at one moment. steps are those of rank 0 since the look before; ranks counts those that have started."""
 
     pulse: Pulse
     nodes: tuple[NodeReading, ...]
     steps: tuple[Step, ...]
-    straggler: str | None
+    straggler: Straggler | None
     suspects: tuple[str, ...]
     ranks: int
 
@@ -254,8 +270,8 @@ def last_rank(positions: Sequence[store.Progress], per_node: int, step_s: float 
     return lonely[0] if len(lonely) == 1 else None
 
 
-def straggler(last: Sequence[int | None], nodes: Sequence[NodeReading], per_node: int) -> str | None:
-    """`rank 9 (node-b) is last in 31 of 60 looks`; None if no rank is last in most of them."""
+def straggler(last: Sequence[int | None], nodes: Sequence[NodeReading], per_node: int) -> Straggler | None:
+    """The rank that is last in most looks; None if there is none."""
     counts = Counter(rank for rank in last if rank is not None)
     if not counts or len(last) < FEWEST_LOOKS:
         return None
@@ -263,11 +279,9 @@ def straggler(last: Sequence[int | None], nodes: Sequence[NodeReading], per_node
     if count * 2 <= len(last):
         return None
     node = next((n for n in nodes if n.rank <= rank < n.rank + per_node), None)
-    where = f" ({node.host})" if node else ""
     gpu = node.gpus[rank - node.rank] if node and rank - node.rank < len(node.gpus) else None
-    slow = sorted(HEAT_REASONS & set(gpu.throttle_reasons or ())) if gpu else []
-    why = f"; its GPU is throttled: {', '.join(slow)}" if slow else ""
-    return f"rank {rank}{where} is last in {count} of {len(last)} looks{why}"
+    slowed = tuple(sorted(HEAT_REASONS & set(gpu.throttle_reasons or ()))) if gpu else ()
+    return Straggler(rank, node.host if node else "unknown node", count, len(last), slowed)
 
 
 def suspects(nodes: Sequence[NodeReading]) -> Iterable[str]:
@@ -327,3 +341,19 @@ class CampaignWatch:
             if (self.experiment / run_id / "spec.json").is_file():
                 self.run = RunWatch(self.experiment / run_id, spec)
                 return
+
+
+class Watches:
+    """Watches of all running campaigns, for readers that come now and then. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: dict[Path, CampaignWatch] = {}
+
+    def looks(self, views: Mapping[str, CampaignView]) -> dict[str, Look]:
+        """The running run of every campaign that has one."""
+        with self._lock:
+            running = {name: view.experiment for name, view in views.items() if view.running}
+            self._watches = {path: self._watches.get(path) or CampaignWatch(path) for path in running.values()}
+            looks = {name: self._watches[path].look() for name, path in running.items()}
+            return {name: look for name, look in looks.items() if look is not None}

@@ -181,7 +181,7 @@ def tick_of(view: CampaignView, found: Look | None) -> dict[str, Any]:
         "peak": None if pulse.peak_bytes is None else round(pulse.peak_bytes / GIB, 2),
         "trust": None if pulse.trust is None else [pulse.trust.level, pulse.trust.brief],
         "ranks": found.ranks,
-        "straggler": found.straggler,
+        "straggler": found.straggler and found.straggler.text,
         "suspects": found.suspects,
         "age": [round(node.age_s) for node in nodes],
         "cpu": [scaled(node.cpu_ratio, 100) for node in nodes],

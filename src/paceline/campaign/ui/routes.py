@@ -12,6 +12,7 @@ from typing import Protocol
 from urllib.parse import parse_qsl
 
 from paceline.campaign.live import logs, metrics_endpoint
+from paceline.campaign.live.nodes import Watches
 from paceline.campaign.ui import builder, live, pages
 from paceline.campaign.ui.library import RUNNING, UNFINISHED, Campaign, Library, RunRow
 from paceline.errors import PacelineError, RequestError
@@ -80,6 +81,7 @@ class App:
     _views: dict[str, CampaignView] = field(default_factory=dict)
     _viewed_at: float = float("-inf")
     _feeds: dict[str, live.Feed] = field(default_factory=dict)
+    _watches: Watches = field(default_factory=Watches)
 
     @property
     def name(self) -> str:
@@ -183,7 +185,7 @@ class App:
         return pages.runs(rows, chosen, every, bar, campaign, campaign in self.running())
 
     def _metrics(self) -> str:
-        return metrics_endpoint.page_text(None, tuple(self.views().values()), self.library.root)
+        return metrics_endpoint.page_text(None, tuple(self.views().values()), self.library.root, self._watches)
 
     # --- pages that are computed ---
 
