@@ -38,7 +38,7 @@ DESCRIPTION = (
 )
 # The order of the verbs in `paceline --help`.
 GROUPS = {
-    "Run experiments": ("start", "run", "measure", "plan", "status", "logs", "schedule"),
+    "Run experiments": ("start", "run", "measure", "plan", "status", "logs", "stream", "schedule"),
     "Predict before running": ("predict", "choose"),
     "Read and compare results": ("ui", "report", "show", "compare", "gate", "history", "recipe"),
     "Archive, reproduce, import": ("capsule", "replay", "import"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.verbs import (
     OK,
     SOME_FAILED,
+    add_list_option,
     add_out_option,
     add_verb,
     console,
@@ -56,6 +58,13 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="a results directory (default: --out)")
     add_out_option(verb)
     verb.add_argument("--watch", action="store_true", help="refresh until nothing runs")
+    verb = add_verb(verbs, "stream", stream, "send a running campaign to TensorBoard, W&B, MLflow or OpenTelemetry")
+    verb.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="a results directory (default: --out)")
+    add_out_option(verb)
+    add_list_option(verb, "--to", "NAME", "an exporter that can stream (tensorboard, wandb, mlflow, otlp); repeatable")
+    verb.add_argument(
+        "--interval", type=float, default=5.0, metavar="SECONDS", help="time between looks (default: %(default)s)"
+    )
 
 
 def list_kind(arguments: argparse.Namespace) -> int:
@@ -198,3 +207,35 @@ def status(arguments: argparse.Namespace) -> int:
         if not (arguments.watch and running):
             return OK
         time.sleep(live_status.REFRESH_S)
+
+
+def stream(arguments: argparse.Namespace) -> int:
+    """Send what is new until nothing runs any more, or until Ctrl-C."""
+    from paceline.campaign.live.streaming import Streaming
+    from paceline.experiment import plugins
+
+    directory, interval = arguments.directory or arguments.out, arguments.interval
+    require_directory(directory)
+    require(0 < interval <= LONGEST_INTERVAL_S, "--interval", interval, "a positive number of seconds up to a day")
+    exporters = {name: plugins.load("exporters", name) for name in arguments.to}
+    silent = [name for name, exporter in exporters.items() if not hasattr(exporter, "stream")]
+    if silent or not exporters:
+        able = [name for name in plugins.names("exporters") if hasattr(plugins.load("exporters", name), "stream")]
+        given = silent[0] if silent else None
+        raise RequestError(f"--to: got {given!r}, expected one of {', '.join(able)}.")
+    streams = {name: exporter.stream(directory) for name, exporter in exporters.items()}
+
+    def notify(sentence: str) -> None:
+        print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
+    streaming = Streaming(directory, streams, notify)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(streaming):
+        if not streaming.look():
+            raise RequestError(
+                f"stream: got {str(directory)!r}, where nothing runs, expected a running campaign. Start "
+                "`paceline run` first, or export finished runs with `paceline report --format`."
+            )
+        print(f"streaming to {', '.join(streams)}; Ctrl-C ends it", flush=True)
+        while streaming.look():
+            time.sleep(interval)
+    return OK

@@ -151,13 +151,18 @@ def page_text(
 ) -> str:
     """The metrics of a reading and of campaigns. The views are of experiments at or below `out`; those that run are
     looked at through `watches`, node by node."""
-    named = {}
-    for view in views:
-        # The path below `out`: two directories may contain experiments of the same name.
-        inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
-        named[view.experiment.resolve().name if inner == "." else inner] = view
+    named = named_views(views, out)
     looks = watches.looks(named) if watches else {}
     return render([*machine_families(snapshot), *campaign_families(named), *node_families(looks)])
+
+
+def named_views(views: Sequence[CampaignView], out: Path | None) -> dict[str, CampaignView]:
+    """By the path below `out`: two directories may contain experiments of the same name."""
+    named = {}
+    for view in views:
+        inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
+        named[view.experiment.resolve().name if inner == "." else inner] = view
+    return named
 
 
 def node_families(looks: Mapping[str, Look]) -> list[Family]:

@@ -129,6 +129,7 @@ class _NodeFile:
     def __init__(self, path: Path, rank: int) -> None:
         self.rank = rank
         self._file = GrowingFile(path, TAIL_BYTES)
+        self._name = f"rank {rank}"
         self._host: dict[str, Any] = {}
         self._gpus: dict[int, GpuReading] = {}
         self._traffic: tuple[float, float, float] | None = None
@@ -146,6 +147,7 @@ class _NodeFile:
             if not isinstance(row, dict):
                 continue
             self._arrived = time.monotonic()
+            self._name = safe_text.text(str(row.get("host"))[:LONGEST_NAME])
             device = row.get("device")
             if device is None:
                 self._take_host(row)
@@ -155,7 +157,7 @@ class _NodeFile:
         if not self._host and not self._gpus:
             return None
         return NodeReading(
-            host=self._host.get("name", f"rank {self.rank}"),
+            host=self._name,
             rank=self.rank,
             age_s=time.monotonic() - self._arrived,
             cpu_ratio=self._host.get("cpu_ratio"),
@@ -167,7 +169,6 @@ class _NodeFile:
 
     def _take_host(self, row: Mapping[str, Any]) -> None:
         self._host = {name: _number(row.get(name)) for name in ("cpu_ratio", "memory_used_bytes")}
-        self._host["name"] = safe_text.text(str(row.get("host"))[:LONGEST_NAME])
         at_s, received, sent = (_number(row.get(name)) for name in ("at_s", "received_bytes", "sent_bytes"))
         if at_s is None or received is None or sent is None:
             return
@@ -232,6 +233,10 @@ class RunWatch:
         for name in names:
             if name not in self._nodes and (match := GAUGE_FILE.fullmatch(name)):
                 self._nodes[name] = _NodeFile(self.run_dir / name, int(match[1]))
+
+    def last_steps(self) -> list[Step]:
+        """The steps that were written after the last look."""
+        return list(self._new_steps())
 
     def _new_steps(self) -> Iterable[Step]:
         for line in self._samples.take(is_last=False):

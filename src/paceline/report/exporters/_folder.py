@@ -21,6 +21,13 @@ def check_owned(folder: Path) -> None:
         raise RequestError(f"{folder}: this directory was not written by an export. Move it and export again")
 
 
+def mark_owned(folder: Path) -> None:
+    """Make a folder that grows, and mark it as ours."""
+    check_owned(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / OWNER).touch()
+
+
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A fresh folder to fill, which replaces `folder` at the end; after an error the old one is kept."""

@@ -7,20 +7,22 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.analysis.findings import Report
 from paceline.errors import RequestError
 from paceline.report.exporters._cells import STEP_CURVE, TrackedCell, require_package, tracked_cells
+from paceline.report.exporters._stream import StreamedPoint, StreamedRun
+from paceline.report.exporters.prometheus import Family
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 DATABASE = "mlflow.db"
-DIGEST = "paceline.digest"
+DIGEST, RUN_TAG = "paceline.digest", "paceline_run"
 SQLITE = b"SQLite format 3\0"
 # MLflow's limit of one request.
 MOST_METRICS = 1000
@@ -69,6 +71,57 @@ def export(report: Report, directory: Path) -> list[Path]:
         for cell in tracked_cells(report):
             _settle(client, experiment, report, cell, known.get(cell.cell))
     return [] if uri else [directory / DATABASE]
+
+
+def stream(directory: Path) -> MlflowStream:
+    """A run per running run, in the store of `export`."""
+    check(directory)
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    return MlflowStream(uri or f"sqlite:///{directory.resolve() / DATABASE}")
+
+
+class MlflowStream:
+    """Runs that grow. A stream that is started again replaces its own unfinished ones."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._runs: dict[str, str] = {}
+
+    def write(self, run: StreamedRun, points: Sequence[StreamedPoint]) -> None:
+        from mlflow.entities import Metric
+
+        with _named_failures(f"{self._uri}: MLflow could not write there"):
+            client = _client(self._uri)
+            if run.run not in self._runs:
+                self._runs[run.run] = self._started(client, run)
+            metrics = [
+                Metric(name, value, int(point.at_s * 1000), point.step)
+                for point in points
+                for name, value in point.values.items()
+            ]
+            for start in range(0, len(metrics), MOST_METRICS):
+                client.log_batch(self._runs[run.run], metrics=metrics[start : start + MOST_METRICS])
+
+    def _started(self, client: MlflowClient, run: StreamedRun) -> str:
+        title = f"{run.experiment}, live"
+        existing = client.get_experiment_by_name(title)
+        experiment = str(existing.experiment_id if existing else client.create_experiment(title))
+        for old in client.search_runs([experiment], filter_string=f"tags.{RUN_TAG} = '{run.run}'"):
+            client.delete_run(old.info.run_id)
+        tags = {RUN_TAG: run.run}
+        made = client.create_run(experiment, start_time=int(run.began_at * 1000), tags=tags, run_name=run.title)
+        for name, value in run.axes.items():
+            client.log_param(made.info.run_id, name, value)
+        return str(made.info.run_id)
+
+    def gauges(self, families: Sequence[Family], at_s: float) -> None: ...
+
+    def end(self, run: StreamedRun, is_ok: bool) -> None:
+        if (known := self._runs.pop(run.run, None)) is not None:
+            with _named_failures(f"{self._uri}: MLflow could not write there"):
+                _client(self._uri).set_terminated(known, "FINISHED" if is_ok else "FAILED")
+
+    def close(self) -> None: ...
 
 
 @contextlib.contextmanager

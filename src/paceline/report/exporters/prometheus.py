@@ -24,27 +24,33 @@ UNITS = {"s": "seconds", "w": "watts", "c": "celsius", "hz": "hertz", "j": "joul
 
 @dataclass(slots=True)
 class Family:
-    """All samples of one name. kind is gauge or counter; of equal labels the last value is kept."""
+    """All samples of one name. kind is gauge or counter; of equal labels the last value is kept.
+
+    samples has the values by their labels as text, labels the same labels by name.
+    """
 
     name: str
     help: str
     kind: str = "gauge"
     samples: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add(self, value: float | None, labels: Mapping[str, Scalar] | None = None) -> None:
         """What is missing has no sample: a zero would be a measurement."""
         if value is None:
             return
-        shown = []
+        shown, kept = [], {}
         for name, label in (labels or {}).items():
             # An empty label means the same to Prometheus as none.
             if label not in (None, ""):
                 name = re.sub(r"[^a-zA-Z0-9_]", "_", name)
                 name = name if re.match(r"[a-zA-Z]", name) else f"label_{name}"
                 text = str(label).lower() if isinstance(label, bool) else str(label)
+                kept[name] = text
                 escaped = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
                 shown.append(f'{name}="{escaped}"')
-        self.samples["{" + ",".join(shown) + "}" if shown else ""] = float(value)
+        key = "{" + ",".join(shown) + "}" if shown else ""
+        self.samples[key], self.labels[key] = float(value), kept
 
 
 def render(families: Iterable[Family]) -> str:
@@ -79,6 +85,10 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
+    return render(families(report))
+
+
+def families(report: Report) -> list[Family]:
     """A family per metric, bounds of the 95 % interval as families of their own (_low, _high), cells as labels."""
     # The time of the report, so that a dashboard can see stale numbers as stale.
     runs = Family("runs", "Runs of the experiment by status, references included.")
@@ -86,7 +96,7 @@ def text(report: Report) -> str:
         runs.add(count, {"experiment": report.title, "status": status})
     made = Family("report_created_timestamp_seconds", "When the report was made, in seconds since 1970.")
     made.add(report.created_at, {"experiment": report.title, "version": report.paceline_version})
-    families: dict[str, Family] = {}
+    by_name: dict[str, Family] = {}
     trusted = trusted_runs(report)
     for m in report.measurements:
         certified = bool(m.runs) and trusted.issuperset(m.runs)
@@ -97,5 +107,5 @@ def text(report: Report) -> str:
             (f"{m.metric}_low", m.low, f"Lower bound of the 95 % interval of {what}"),
             (f"{m.metric}_high", m.high, f"Upper bound of the 95 % interval of {what}"),
         ):
-            families.setdefault(name, Family(name, help_text)).add(value, labels)
-    return render([runs, made, *families.values()])
+            by_name.setdefault(name, Family(name, help_text)).add(value, labels)
+    return [runs, made, *by_name.values()]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from paceline.analysis.findings import Report
 from paceline.report.exporters._cells import STEP_CURVE, require_package, tracked_cells
-from paceline.report.exporters._folder import check_owned, replacing
+from paceline.report.exporters._folder import check_owned, mark_owned, replacing
+from paceline.report.exporters._stream import StreamedPoint, StreamedRun
+from paceline.report.exporters.prometheus import Family
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
 FOLDER = "tensorboard"
+LIVE_FOLDER = "tensorboard-live"
 
 
 def check(directory: Path) -> None:
@@ -40,14 +44,63 @@ def export(report: Report, directory: Path) -> list[Path]:
                 *(Event(wall_time=at_s, step=0, summary=_scalar(n, value)) for n, value in cell.scalars.items()),
                 *(Event(wall_time=at_s, step=step, summary=_scalar(STEP_CURVE, s)) for step, s in steps),
             ]
-            # TensorBoard names a run by its folder; a path of several parts would make a tree of runs.
-            run = fresh / re.sub(r"[^\w.,:=() -]", "_", cell.name)
+            run = fresh / safe_name(cell.name)
             run.mkdir()
             with (run / f"events.out.tfevents.{at_s:.0f}.paceline").open("wb") as file:
                 writer = RecordWriter(file)
                 for event in events:
                     writer.write(event.SerializeToString())
     return [directory / FOLDER]
+
+
+def stream(directory: Path) -> TensorboardStream:
+    """An event file per running run, below tensorboard-live/."""
+    require_package("tensorboard", "tensorboard")
+    check_owned(directory / LIVE_FOLDER)
+    return TensorboardStream(directory / LIVE_FOLDER)
+
+
+class TensorboardStream:
+    """Event files that grow. A stream that is started again writes those of its runs again, from their first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+
+    def write(self, run: StreamedRun, points: Sequence[StreamedPoint]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        events = [
+            Event(wall_time=point.at_s, step=point.step, summary=_scalar(name, value))
+            for point in points
+            for name, value in point.values.items()
+        ]
+        if run.run not in self._files:
+            mark_owned(self._folder)
+            folder = self._folder / safe_name(f"{run.experiment} {run.title}")
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files[run.run] = (folder / f"events.out.tfevents.{run.began_at:.0f}.{run.run}").open("wb")
+            events.insert(0, Event(wall_time=run.began_at, file_version="brain.Event:2"))
+        writer = RecordWriter(self._files[run.run])
+        for event in events:
+            writer.write(event.SerializeToString())
+        writer.flush()
+
+    def gauges(self, families: Sequence[Family], at_s: float) -> None: ...
+
+    def end(self, run: StreamedRun, is_ok: bool) -> None:
+        if file := self._files.pop(run.run, None):
+            file.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def safe_name(text: str) -> str:
+    """TensorBoard names a run by its folder; a path of several parts would make a tree of runs."""
+    return re.sub(r"[^\w.,:=() -]", "_", text)
 
 
 def _scalar(name: str, value: float) -> Summary:
