@@ -20,7 +20,7 @@ from paceline.campaign.live.progress import left_text, pulse_text, title
 from paceline.campaign.live.status import state_text
 from paceline.campaign.ui.library import Campaign, RunRow
 from paceline.errors import PacelineError
-from paceline.host.gauges import THROTTLE_REASONS
+from paceline.host.gauges import HEAT_REASONS, THROTTLE_REASONS
 from paceline.results import store
 from paceline.results.campaign_file import CampaignView
 
@@ -141,6 +141,7 @@ def layout_of(found: Look, run_dir: Path, known: dict[str, Any]) -> dict[str, An
         "run": spec.run_id,
         "nodes": nodes,
         "reasons": REASONS,
+        "heat": sum(1 << i for i, reason in enumerate(REASONS) if reason in HEAT_REASONS),
         "ranks": spec.topology.world_size,
         "per_node": spec.topology.processes_per_node,
         "limits": {

@@ -65,7 +65,8 @@ def bar(directory: str, current: str = "", running: Sequence[Campaign] = ()) -> 
     if running:
         shown.insert(2, f'<a class="running" href="{link(running[0], "live")}"{_current(current == "Live")}>Live</a>')
     return (
-        f'<nav class="bar" aria-label="Pages"><a class="home" href="/"><b>Paceline</b> {escape(directory)}</a>'
+        '<nav class="bar" aria-label="Pages"><a class="home" href="/"><b>Paceline</b> '
+        f"<span>{escape(directory)}</span></a>"
         f"{''.join(shown)}</nav>\n"
     )
 
@@ -115,7 +116,7 @@ def campaigns(found: Sequence[tuple[Campaign, CampaignView, float | None]], link
         return message(directory, sentence, links)
     ordered = sorted(found, key=lambda item: (not item[1].running, -(item[2] or 0.0)))
     rows = "".join(_campaign_row(campaign, view, at) for campaign, view, at in ordered)
-    head = "<th>tick</th><th>campaign</th><th>answer</th><th>state</th><th class=n>runs</th><th>last run</th>"
+    head = "<th class=n>tick</th><th>campaign</th><th>answer</th><th>state</th><th class=n>runs</th><th>last run</th>"
     count = f"{len(found)} campaign{'' if len(found) == 1 else 's'}"
     tools = (
         '<div class="actions"><button formaction="/compare" id="compare">Compare two ticked</button>'
@@ -143,7 +144,7 @@ def _campaign_row(campaign: Campaign, view: CampaignView, at: float | None) -> s
     answer = "" if view.running or not ended else f' data-answer="{link(campaign, "headline")}"'
     target = link(campaign, "report") if ended and not view.running else link(campaign, "live" if view.running else "")
     return (
-        f"<tr><td>{_tick(campaign.slug, campaign.title)}</td>"
+        f"<tr><td class=n>{_tick(campaign.slug, campaign.title)}</td>"
         f'<td class="w"><a href="{target.rstrip("/")}"><b>{escape(campaign.title)}</b></a>'
         f'<small class="links">{more}</small></td>'
         f'<td class="prose"{answer}>{escape(_now(view))}</td><td class="prose">{state}</td><td class="n">{count}</td>'
@@ -211,7 +212,7 @@ def _rows(rows: Sequence[RunRow], every: Sequence[RunRow]) -> str:
     shown = rows[:MOST_ROWS]
     count = f"{len(rows)} of {len(every)} runs" if len(rows) < len(every) else f"{len(rows)} runs"
     more = f"; the newest {MOST_ROWS} are shown" if len(rows) > MOST_ROWS else ""
-    head = "<th>tick</th><th>run</th><th>campaign</th><th>status</th><th>started</th><th class=n>took</th>"
+    head = "<th class=n>tick</th><th>run</th><th>campaign</th><th>status</th><th>started</th><th class=n>took</th>"
     body = "".join(map(_run_row, shown))
     return (
         f'<p class="quiet">{escape(count + more)}.</p>'
@@ -224,7 +225,7 @@ def _run_row(row: RunRow) -> str:
     tone = "bad" if is_bad(row.status) else "good" if row.status == "ok" else "quiet"
     target = link(row.campaign, "run", row.slug)
     return (
-        f"<tr><td>{_tick(f'{row.campaign.slug}/{row.slug}', row.title)}</td>"
+        f"<tr><td class=n>{_tick(f'{row.campaign.slug}/{row.slug}', row.title)}</td>"
         f'<td class="prose"><a href="{target}"><b>{escape(row.title)}</b></a><small>{escape(row.name)}</small></td>'
         f'<td class="w"><a href="{link(row.campaign)}">{escape(row.campaign.title)}</a></td>'
         f'<td class="prose"><span class="{tone}">{escape(row.status)}</span><small>{escape(row.error)}</small></td>'

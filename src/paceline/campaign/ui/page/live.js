@@ -33,7 +33,7 @@ addEventListener("DOMContentLoaded", () => {
     const mix = (a, b, t) => `rgb(${a.map((v, i) => Math.round(v + (b[i] - v) * t))})`;
     shades.cold = Array.from({ length: 65 }, (_, i) => mix(shades.wash, shades.s0, i / 64));
     shades.heat = Array.from({ length: 65 }, (_, i) => i < 36 ? mix(shades.s0, shades.wash, i / 36) : mix(shades.wash, shades.s1, (i - 36) / 28));
-    shades.text = Object.fromEntries(["ink", "quiet", "line", "paper", "wash", "bad", "s0"].map(name => [name, `rgb(${shades[name]})`]));
+    shades.text = Object.fromEntries(["ink", "quiet", "line", "paper", "wash", "bad", "s0", "s1"].map(name => [name, `rgb(${shades[name]})`]));
   }
 
   // --- the map: a block per node, a square per GPU; of hosts one square per node ---
@@ -94,6 +94,10 @@ addEventListener("DOMContentLoaded", () => {
         pen.fillStyle = value === null || stale ? shades.text.line : ramp[Math.max(0, Math.min(64, Math.round((value - low) / (high - low) * 64)))];
         pen.fillRect(x + i * cell, y + label, size - 1, cell - 1);
         if (value === null || stale) { pen.strokeStyle = shades.text.quiet; pen.beginPath(); pen.moveTo(x + i * cell, y + label + cell - 1); pen.lineTo(x + i * cell + cell - 1, y + label); pen.stroke(); }
+      }
+      // Hot GPUs keep their mark whatever the map shows.
+      for (let i = 0; i < count && !ofHosts; i++) if (tick.throttle[starts[node] + i] & layout.heat) {
+        pen.strokeStyle = shades.text.s1; pen.lineWidth = 2; pen.strokeRect(x + i * cell + 1, y + label + 1, cell - 3, cell - 3); pen.lineWidth = 1;
       }
       if (node === chosen) { pen.strokeStyle = shades.text.ink; pen.lineWidth = 2; pen.strokeRect(x - 1, y + label - 1, (ofHosts ? gpus : Math.max(count, 1)) * cell + 1, cell + 1); pen.lineWidth = 1; }
     });
@@ -202,7 +206,7 @@ addEventListener("DOMContentLoaded", () => {
   }
 
   function drawText() {
-    $("now").textContent = tick.run ? tick.steps ? `${tick.title}: step ${Math.min(tick.step + 1, tick.steps)} of ${tick.steps}` : `${tick.title}: ${tick.phase}` : tick.running ? (tick.waiting[0] ? `Waiting: ${tick.waiting[0]}` : "Between runs") : tick.state;
+    $("now").textContent = tick.run ? tick.steps ? `${tick.title}: step ${Math.min(tick.step + 1, tick.steps).toLocaleString("en")} of ${tick.steps.toLocaleString("en")}` : `${tick.title}: ${tick.phase}` : tick.running ? (tick.waiting[0] ? `Waiting: ${tick.waiting[0]}` : "Between runs") : tick.state;
     const alerts = tick.run ? [...(tick.straggler ? [`Straggler: ${tick.straggler}.`] : []), ...tick.suspects.map(text => `${text}.`)] : [];
     const list = $("alerts");
     if (list.dataset.shown !== alerts.join("\n")) { list.dataset.shown = alerts.join("\n"); list.replaceChildren(...alerts.map(textContent => make("li", { textContent }))); }
