@@ -6,6 +6,7 @@ The schema is the official one (kubernetes-validate). Unlike the real server, wh
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -54,9 +55,17 @@ def _check_type(resource: Resource, obj: Object) -> None:
         raise refusals.bad_request(f"{message} ({resource.api_version})")
 
 
-def _check_schema(resource: Resource, obj: Object) -> None:
+@functools.cache
+def schemas() -> Any:
+    """The package kubernetes_validate, which would read megabytes of schemas for each object."""
     import kubernetes_validate
 
+    kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+    return kubernetes_validate
+
+
+def _check_schema(resource: Resource, obj: Object) -> None:
+    kubernetes_validate = schemas()
     if resource.group.endswith(_CUSTOM) or resource.plural == "events":
         return
     named = {"apiVersion": resource.api_version, "kind": resource.kind, **obj}

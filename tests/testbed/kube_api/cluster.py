@@ -164,11 +164,7 @@ class Cluster(Accidents):
     def leftovers(self, namespace: str) -> list[str]:
         """Names of everything in a namespace that some run has made; events are told for an hour by the real one."""
         made = ("Job", "Pod", "Service", "ConfigMap", "JobSet", "TrainJob", "TrainingRuntime", "Secret")
-        found = [
-            f"{obj['kind']}/{obj['metadata']['name']}"
-            for _, obj in self.state.everything()
-            if obj["metadata"].get("namespace") == namespace and obj["kind"] in made
-        ]
+        found = [f"{kind}/{name}" for kind, name in self.state.names(namespace) if kind in made]
         return sorted([*found, *self.kubelet.traces(namespace)])
 
 

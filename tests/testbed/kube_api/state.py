@@ -91,6 +91,11 @@ class State:
             found = [(key[0], clone(obj)) for key, obj in self._objects.items() if key[0] != EVENTS]
         yield from found
 
+    def names(self, namespace: str) -> list[tuple[str, str]]:
+        """Kind and name of everything in a namespace."""
+        with self.changed:
+            return [(key[0].kind, key[2]) for key in self._objects if key[1] == namespace]
+
     def create(self, resource: Resource, namespace: str, given: Object, *, dry: bool = False) -> Object:
         obj = clone(given)
         meta = obj.setdefault("metadata", {})
