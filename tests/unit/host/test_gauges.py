@@ -196,3 +196,23 @@ def test_packages_that_cannot_all_be_read_tell_nothing(tmp_path: Path) -> None:
     package(tmp_path, "intel-rapl:0", "package-0", 5)
     package(tmp_path, "intel-rapl:1", "package-1", 5).unlink()
     assert telemetry.PackageEnergy(tmp_path).read_j() is None
+
+
+def test_network_counters_are_those_of_hardware_and_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "dev"
+    lines = ["lo: 9 0 0 0 0 0 0 0 9", "eth0: 100 1 0 0 0 0 0 0 40", "docker0: 7 1 0 0 0 0 0 0 7"]
+    table.write_text("\n".join(("Inter-|", "face |bytes", *(f"{line} 1 0 0 0 0 0 0" for line in lines))))
+    monkeypatch.setattr(telemetry, "NETWORK", table)
+    monkeypatch.setattr(telemetry, "INTERFACES", tmp_path / "net")
+    monkeypatch.setattr(telemetry, "INFINIBAND", tmp_path / "infiniband")
+    assert telemetry.network_bytes() == (107, 47)  # a container has virtual interfaces only
+    (tmp_path / "net" / "eth0" / "device").mkdir(parents=True)
+    assert telemetry.network_bytes() == (100, 40)
+    counters = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1" / "counters"
+    counters.mkdir(parents=True)
+    (counters / "port_rcv_data").write_text("1000\n")
+    (counters / "port_xmit_data").write_text("10\n")
+    assert telemetry.network_bytes() == (4100, 80)
+    table.unlink()
+    monkeypatch.setattr(telemetry, "INFINIBAND", tmp_path / "none")
+    assert telemetry.network_bytes() is None
