@@ -18,6 +18,8 @@ from typing import Any
 ONE_AT_A_TIME, FACTORIAL, FRACTIONAL = "one-at-a-time", "factorial", "fractional"
 # With more factors the search for generators takes too long; with fewer than three there is nothing to leave out.
 FEWEST_FACTORS, MOST_FACTORS = 3, 10
+# As many as an experiment may have runs.
+MOST_POINTS = 10_000
 
 Level = str | int | float | bool | None
 Point = dict[str, Level]
@@ -41,9 +43,26 @@ class Design:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Design:
-        """The inverse of `dataclasses.asdict`; JSON turns tuples into lists."""
+        """The inverse of `dataclasses.asdict`; JSON turns tuples into lists.
+
+        ValueError for one that no experiment makes: its points and words would take any time to list.
+        """
         tuples = {name: {key: tuple(v) for key, v in raw[name].items()} for name in ("levels", "generators")}
-        return cls(**{**raw, **tuples})
+        design = cls(**{**raw, **tuples})
+        levels, others = design.levels, [*design.combined.values(), *design.generators.values()]
+        named = {name for sources in design.generators.values() for name in (*sources, *design.generators)}
+        if not (levels.keys() <= design.baseline.keys() and named <= levels.keys() and all(levels.values())):
+            raise ValueError("design: got factors without levels, expected at least two levels of each")
+        if len(design.generators) > MOST_FACTORS or design._points() > MOST_POINTS or len(others) > MOST_POINTS:
+            raise ValueError(f"design: got too many points, expected at most {MOST_POINTS:,}")
+        if not all(isinstance(changes, Mapping) for changes in design.combined.values()):
+            raise ValueError("design: combined points are mappings of fields to levels")
+        return design
+
+    def _points(self) -> int:
+        """How many points a factorial of all levels has."""
+        sizes = (len(others) + 1 for name, others in self.levels.items() if name not in self.generators)
+        return 0 if self.kind == ONE_AT_A_TIME else functools.reduce(operator.mul, sizes, 1)
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """What the API server does to an object before it is stored: schema, validation, defaults, Pod Security, quotas.
 
-The schema is the official one (kubernetes-validate). Unlike the real server, which only warns unless asked for
-`fieldValidation=Strict`, a field that does not exist is always refused: a manifest that means nothing fails its test.
+The schema is the official one (kubernetes-validate), and the table of `custom` for JobSet, Trainer and Kueue. A field
+that does not exist is always refused, so that a manifest that means nothing fails its test; the real server only warns
+unless asked for `fieldValidation=Strict`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import functools
 import re
 from typing import Any
 
-from testbed.kube_api import quotas, refusals
+from testbed.kube_api import custom, quotas, refusals
 from testbed.kube_api.resources import JOB_SETS, JOBS, NAMESPACES, PODS, Object, Resource
 from testbed.kube_api.state import State
 
 VERSION = "1.33"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+# Trainer's names, by a rule of its CRD.
+_RFC_1035 = re.compile(r"[a-z]([-a-z0-9]{,61}[a-z0-9])?")
 _CUSTOM = (".x-k8s.io", "kubeflow.org")
 # Names of these become parts of DNS names.
 _STRICT_NAMES = {"services", "namespaces"}
@@ -65,10 +68,21 @@ def schemas() -> Any:
 
 
 def _check_schema(resource: Resource, obj: Object) -> None:
+    if resource.kind in custom.FIELDS:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "inner"}}
+        for text in custom.problems(
+            resource.kind, obj.get("spec"), lambda spec: _validate(resource, job | {"spec": spec})
+        ):
+            raise refusals.bad_request(_undecodable(resource, f"strict decoding error: {text}"))
+        if resource.kind == "TrainJob" and not _RFC_1035.fullmatch(obj["metadata"].get("name") or "a"):
+            text = "Invalid value: metadata.name must match RFC 1035 DNS label format"
+            raise refusals.invalid(resource, obj["metadata"]["name"], [("metadata.name", "FieldValueInvalid", text)])
+    elif not resource.group.endswith(_CUSTOM) and resource.plural != "events":
+        _validate(resource, {"apiVersion": resource.api_version, "kind": resource.kind, **obj})
+
+
+def _validate(resource: Resource, named: Object) -> None:
     kubernetes_validate = schemas()
-    if resource.group.endswith(_CUSTOM) or resource.plural == "events":
-        return
-    named = {"apiVersion": resource.api_version, "kind": resource.kind, **obj}
     try:
         kubernetes_validate.validate(named, VERSION, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -76,14 +90,13 @@ def _check_schema(resource: Resource, obj: Object) -> None:
         if "Additional properties" in error.message:
             field = error.message.partition("'")[2].partition("'")[0]
             full = f"{where}.{field}" if where else field
-            raise refusals.bad_request(
-                f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: '
-                f'strict decoding error: unknown field "{full}"'
-            ) from None
-        raise refusals.bad_request(
-            f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: '
-            f"{where}: {error.message}"
-        ) from None
+            text = f'strict decoding error: unknown field "{full}"'
+            raise refusals.bad_request(_undecodable(resource, text)) from None
+        raise refusals.bad_request(_undecodable(resource, f"{where}: {error.message}")) from None
+
+
+def _undecodable(resource: Resource, why: str) -> str:
+    return f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: {why}'
 
 
 def _check_name(resource: Resource, obj: Object) -> None:

@@ -68,6 +68,8 @@ class JobSetController:
 
     def _conclude(self, jobset: Object, jobs: list[Object]) -> None:
         failed = [j for j in jobs if condition(j, "Failed")]
+        if failed and (jobset["spec"].get("failurePolicy") or {}).get("maxRestarts"):
+            raise NotImplementedError("this double restarts no JobSet: use maxRestarts 0")
         suspended = bool(jobset["spec"].get("suspend"))
         for job in jobs:
             if bool(job["spec"]["suspend"]) != suspended:
@@ -76,9 +78,14 @@ class JobSetController:
         def end(each: Object) -> None:
             status = each.setdefault("status", {})
             if failed:
-                named = failed[0]["metadata"]["name"]
-                message = f"jobset failed due to one or more job failures (first failed job: {named})"
-                set_condition(each, "Failed", "FailedJobs", message)
+                # A set with a failure policy has used up its restarts; one without has failed jobs.
+                why = (
+                    ("ReachedMaxRestarts", "reaching max number of restarts")
+                    if jobset["spec"].get("failurePolicy")
+                    else ("FailedJobs", "one or more job failures")
+                )
+                message = f"jobset failed due to {why[1]} (first failed job: {failed[0]['metadata']['name']})"
+                set_condition(each, "Failed", why[0], message)
                 status["terminalState"] = "Failed"
             elif all(condition(j, "Complete") for j in jobs):
                 set_condition(each, "Completed", "AllJobsCompleted", "jobset completed successfully")

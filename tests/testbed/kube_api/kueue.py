@@ -30,13 +30,13 @@ class Kueue:
         if meta["uid"] not in self._created:
             self._created.add(meta["uid"])
             about = f"Created Workload: {meta['namespace']}/{resource.kind.lower()}-{meta['name']}-1b2c3"
-            self._state.event(job, "Normal", "CreatedWorkload", about, SOURCE)
+            self._state.event(job, "Normal", "CreatedWorkload", about, SOURCE, new_api=True)
         queue = self._state.find(LOCAL_QUEUES, meta["namespace"], name)
         if queue is None or queue["spec"].get("stopPolicy") == "Hold":
             return
         self._state.modify(resource, job, lambda each: each["spec"].update(suspend=False))
         said = f"Admitted by clusterQueue {queue['spec']['clusterQueue']}"
-        self._state.event(job, "Normal", "Started", said, SOURCE)
+        self._state.event(job, "Normal", "Started", said, SOURCE, new_api=True)
 
 
 def hold(state: State, namespace: str, queue: str, policy: str = "Hold") -> None:
@@ -48,4 +48,4 @@ def hold(state: State, namespace: str, queue: str, policy: str = "Hold") -> None
 def take_back(state: State, resource: Resource, job: Object) -> None:
     """The place is needed for a more important workload: the job is suspended, which deletes its pods."""
     state.modify(resource, job, lambda each: each["spec"].update(suspend=True))
-    state.event(job, "Normal", "Stopped", PREEMPTED, SOURCE)
+    state.event(job, "Normal", "Stopped", PREEMPTED, SOURCE, new_api=True)

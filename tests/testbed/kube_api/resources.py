@@ -58,7 +58,7 @@ _ROWS: dict[tuple[str, str], dict[str, str]] = {
         "trainingruntimes": "TrainingRuntime",
         "clustertrainingruntimes": "ClusterTrainingRuntime",
     },
-    ("kueue.x-k8s.io", "v1beta1"): {"localqueues": "LocalQueue"},
+    ("kueue.x-k8s.io", "v1beta2"): {"localqueues": "LocalQueue"},
 }
 _WHOLE_CLUSTER = {
     "namespaces",

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from testbed.kube_api import refusals
@@ -188,15 +189,16 @@ class State:
                 else:
                     self._remove((resource, meta.get("namespace", ""), meta["name"]))
 
-    def event(self, about: Object, kind: str, reason: str, message: str, source: str) -> None:
-        """Recorded once more where the same was said before."""
+    def event(self, about: Object, kind: str, reason: str, message: str, source: str, *, new_api: bool = False) -> None:
+        """Recorded once more where the same was said before. new_api: as a controller that uses events.k8s.io, whose
+        events have `eventTime` and neither counts nor the other times."""
         meta = about["metadata"]
         namespace = meta.get("namespace") or "default"
         with self.changed:
             told = [o for key, o in self._objects.items() if key[:2] == (EVENTS, namespace)]
             told = [o for o in told if (o["involvedObject"]["uid"], o["reason"]) == (meta["uid"], reason)]
         for known in told:
-            if known["message"] == message:
+            if known["message"] == message and not new_api:
                 self.modify(EVENTS, known, lambda e: e.update(count=e["count"] + 1, lastTimestamp=now()))
                 return
         whom = {"kind": about["kind"], "namespace": namespace, "name": meta["name"], "uid": meta["uid"]}
@@ -206,13 +208,14 @@ class State:
             "reason": reason,
             "message": message,
             "type": kind,
-            "count": 1,
-            "firstTimestamp": now(),
-            "lastTimestamp": now(),
-            "source": {"component": source},
             "reportingComponent": source,
             "reportingInstance": "",
         }
+        if new_api:
+            at = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+            entry |= {"eventTime": at, "action": reason, "firstTimestamp": None, "lastTimestamp": None, "source": {}}
+        else:
+            entry |= {"count": 1, "firstTimestamp": now(), "lastTimestamp": now(), "source": {"component": source}}
         with suppress(Refusal):
             self.create(EVENTS, namespace, entry)
 

@@ -104,3 +104,30 @@ def test_aliases_have_the_same_column_and_no_others_do() -> None:
 def test_a_design_survives_json() -> None:
     design = dataclasses.replace(two_level(FRACTIONAL, "ABCD"), combined={"both": {"A": 1, "B": None}})
     assert Design.from_dict(json.loads(json.dumps(dataclasses.asdict(design)))) == design
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"levels": {name: [*range(1, 10)] for name in "ABCDEFGH"}, "baseline": dict.fromkeys("ABCDEFGH", 0)},
+        {"generators": {name: ["A", "B"] for name in "CDEFGHIJKLM"}},
+        {"generators": {"C": ["A", "Z"]}},
+        {"levels": {"A": []}},
+        {"baseline": {}},
+        {"combined": {"all": 0.5}},
+        {"combined": {str(number): {} for number in range(20_000)}},
+    ],
+)
+def test_a_stored_design_that_no_experiment_makes_is_refused(change: dict[str, object]) -> None:
+    """Its points or words would fill the memory of whoever reads the run."""
+    names = "ABCDEFGHIJKLM" if "generators" in change else "AB"
+    stored = {
+        "kind": FRACTIONAL if "generators" in change else FACTORIAL,
+        "baseline": dict.fromkeys(names, 0),
+        "levels": {name: [1] for name in names},
+        "combined": {},
+        "generators": {},
+    }
+    Design.from_dict(stored)
+    with pytest.raises(ValueError, match="design: "):
+        Design.from_dict({**stored, **change})

@@ -26,6 +26,8 @@ from paceline.launchers.kubernetes.options import KINDS, Options, quantity
 
 CONTROLLER_ACCOUNT = "paceline-controller"
 POD_ACCOUNT = "paceline-pods"
+# Served by Kueue 0.15 and later, and before.
+QUEUE_VERSIONS = ("v1beta2", "v1beta1")
 OLDEST = (1, 29)
 GIB = 2**30
 _RBAC = "rbac.authorization.k8s.io"
@@ -178,9 +180,7 @@ def survey(cluster: Cluster, chosen: Options, *, limit_s: float, pods: bool = Tr
     answers = [*_permissions(cluster, chosen), namespace(cluster, chosen)]
     answers += [*_nodes(cluster, chosen), *named_objects(cluster, chosen)]
     if chosen.queue is not None:
-        where = ("kueue.x-k8s.io", "v1beta1", cluster.namespace, "localqueues", chosen.queue)
-        call = ("CustomObjectsApi", "get_namespaced_custom_object", *where)
-        answers.append(_existence(cluster, "queue", chosen.queue, call))
+        answers.append(_queue(cluster, chosen.queue))
     yield from answers
     if chosen.image is None:
         fix = "name one: --launcher kubernetes:image=REGISTRY/paceline:TAG"
@@ -286,6 +286,24 @@ def named_objects(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
     for kind, name, (api, method, *where) in objects:
         if name is not None:
             yield _existence(cluster, kind, name, (api, method, name, *where))
+
+
+def _queue(cluster: Cluster, name: str) -> Diagnosis:
+    """Whether the LocalQueue exists, by the newest version of Kueue's API that the cluster serves."""
+    group = "kueue.x-k8s.io"
+    for version in QUEUE_VERSIONS:
+        try:
+            cluster.call("get", "resources", "CustomObjectsApi", "get_api_resources", group, version)
+        except NotFound:
+            continue
+        except LaunchError:
+            break
+        where = (group, version, cluster.namespace, "localqueues", name)
+        return _existence(cluster, "queue", name, ("CustomObjectsApi", "get_namespaced_custom_object", *where))
+    fix = "install Kueue, or leave `queue` out"
+    return Diagnosis(
+        name="queue", ok=False, text=f"{name} cannot be found: the cluster does not serve {group}", fix=fix
+    )
 
 
 def _existence(cluster: Cluster, kind: str, name: str, call: tuple[Any, ...]) -> Diagnosis:
