@@ -40,7 +40,7 @@ class Builder:
     def page(self, state: Hashable, make: Callable[..., str], *arguments: object) -> str:
         """The page that `make` returns, from the store if the state of its runs is the same. PacelineError if it cannot
         be made."""
-        key = (make.__name__, state, repr(arguments))
+        key = _key(state, make, arguments)
         try:
             return self._page(key, make, arguments).result()
         except BrokenProcessPool:
@@ -48,6 +48,12 @@ class Builder:
             raise PacelineError(
                 "the process that builds pages was ended, perhaps because memory ran out. Load the page again."
             ) from None
+
+    def known(self, state: Hashable, make: Callable[..., str], *arguments: object) -> str | None:
+        """The same if it is already made; None otherwise."""
+        with self._lock:
+            page = self._pages.get(_key(state, make, arguments))
+        return page.result() if page is not None and page.done() and page.exception() is None else None
 
     def _page(self, key: Hashable, make: Callable[..., str], arguments: Sequence[object]) -> Future[str]:
         with self._lock:
@@ -69,6 +75,10 @@ class Builder:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _key(state: Hashable, make: Callable[..., str], arguments: Sequence[object]) -> Hashable:
+    return make.__name__, state, repr(arguments)
 
 
 def _prepare() -> None:

@@ -19,6 +19,8 @@ from paceline.results.records import Status
 
 # How long a list of campaigns is used before the directory is read again.
 FRESH_S = 2.0
+# Reading takes at most one part in this many of the time: a directory may hold thousands of runs.
+LEAST_PAUSE = 20
 RUNNING, UNFINISHED = "running", "not finished"
 
 
@@ -56,6 +58,12 @@ class RunRow:
     error: str
 
 
+def due_after(began: float) -> float:
+    """When to read again what was read from `began` until now."""
+    now = time.monotonic()
+    return now + max(FRESH_S, LEAST_PAUSE * (now - began))
+
+
 def slug_of(name: str) -> str:
     """A name as one segment of an address; any bytes that a file name may have."""
     return quote_from_bytes(os.fsencode(name), safe="")
@@ -72,15 +80,16 @@ class Library:
         self.root = root
         self._lock = threading.Lock()
         self._campaigns: dict[str, Campaign] = {}
-        self._read_at = float("-inf")
+        self._due = float("-inf")
         self._rows: dict[Path, tuple[tuple[int, int], RunRow]] = {}
 
     def campaigns(self) -> dict[str, Campaign]:
         """By name. A directory that a link puts elsewhere is not one of them."""
         with self._lock:
-            if time.monotonic() - self._read_at > FRESH_S:
+            began = time.monotonic()
+            if began > self._due:
                 self._campaigns = self._found()
-                self._read_at = time.monotonic()
+                self._due = due_after(began)
             return self._campaigns
 
     def _found(self) -> dict[str, Campaign]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,10 +84,11 @@ class Feed:
                 if idle_since is not None and time.monotonic() - idle_since > IDLE_S:
                     self._thread = None
                     return
-            message = self.look()
-            with self._changed:
-                self._message, self._number = message, self._number + 1
-                self._changed.notify_all()
+            with contextlib.suppress(PacelineError, OSError):  # files may be moved or removed at any time
+                message = self.look()
+                with self._changed:
+                    self._message, self._number = message, self._number + 1
+                    self._changed.notify_all()
             due = max(due + INTERVAL_S, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
 
@@ -144,6 +146,8 @@ def layout_of(found: Look, run_dir: Path, known: dict[str, Any]) -> dict[str, An
         "heat": sum(1 << i for i, reason in enumerate(REASONS) if reason in HEAT_REASONS),
         "ranks": spec.topology.world_size,
         "per_node": spec.topology.processes_per_node,
+        # Whether this host is measured: then nothing is computed that nobody asked for.
+        "is_local": socket.gethostname() in {node.host for node in found.nodes},
         "limits": {
             "memory": largest("memory_bytes", GIB),
             "power": largest("power_limit_w", 1.0),

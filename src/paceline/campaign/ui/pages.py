@@ -109,13 +109,17 @@ def message(title: str, sentence: str, links: str) -> str:
 # --- campaigns ---
 
 
-def campaigns(found: Sequence[tuple[Campaign, CampaignView, float | None]], links: str, directory: str) -> str:
-    """Every campaign, the running ones first. Each comes with its state and when it last ran."""
+def campaigns(
+    found: Sequence[tuple[Campaign, CampaignView, float | None, str | None]], links: str, directory: str
+) -> str:
+    """Every campaign, the running ones first. Each comes with its state, when it last ran, and its answer if that is
+    known."""
     if not found:
         sentence = "There are no runs here yet. Start one with `paceline run quick --out` and this directory."
         return message(directory, sentence, links)
+    is_busy = any(view.running for _, view, _, _ in found)
     ordered = sorted(found, key=lambda item: (not item[1].running, -(item[2] or 0.0)))
-    rows = "".join(_campaign_row(campaign, view, at) for campaign, view, at in ordered)
+    rows = "".join(_campaign_row(*row, is_busy) for row in ordered)
     head = "<th class=n>tick</th><th>campaign</th><th>answer</th><th>state</th><th class=n>runs</th><th>last run</th>"
     count = f"{len(found)} campaign{'' if len(found) == 1 else 's'}"
     tools = (
@@ -127,7 +131,7 @@ def campaigns(found: Sequence[tuple[Campaign, CampaignView, float | None]], link
     return page(directory, "", f'<form class="list">{tools}<div class="scroll wide">{table}</div></form>', links)
 
 
-def _campaign_row(campaign: Campaign, view: CampaignView, at: float | None) -> str:
+def _campaign_row(campaign: Campaign, view: CampaignView, at: float | None, known: str | None, is_busy: bool) -> str:
     ended = sum(view.ended.values())
     count = str(ended) if view.planned is None else f"{ended} of {view.planned}"
     bad = any(is_bad(name) for name in view.ended) or view.interrupted
@@ -141,13 +145,15 @@ def _campaign_row(campaign: Campaign, view: CampaignView, at: float | None) -> s
     more += f'<a href="{link(campaign)}">runs</a>'
     if ended:
         more += f'<a href="{link(campaign, "report")}">report</a>'
-    answer = "" if view.running or not ended else f' data-answer="{link(campaign, "headline")}"'
+    # Answers are computed on demand, but not while a campaign is running: this host may be the one that it measures.
+    answer = f' data-answer="{link(campaign, "headline")}"' if ended and known is None and not is_busy else ""
     target = link(campaign, "report") if ended and not view.running else link(campaign, "live" if view.running else "")
     return (
         f"<tr><td class=n>{_tick(campaign.slug, campaign.title)}</td>"
         f'<td class="w"><a href="{target.rstrip("/")}"><b>{escape(campaign.title)}</b></a>'
         f'<small class="links">{more}</small></td>'
-        f'<td class="prose"{answer}>{escape(_now(view))}</td><td class="prose">{state}</td><td class="n">{count}</td>'
+        f'<td class="prose answer"{answer}>{escape(known or _now(view))}</td>'
+        f'<td class="prose">{state}</td><td class="n">{count}</td>'
         f"{_when(at)}</tr>"
     )
 

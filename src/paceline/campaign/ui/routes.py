@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from paceline.campaign.live import logs, metrics_endpoint
 from paceline.campaign.live.nodes import Watches
 from paceline.campaign.ui import builder, live, pages
-from paceline.campaign.ui.library import RUNNING, UNFINISHED, Campaign, Library, RunRow
+from paceline.campaign.ui.library import RUNNING, UNFINISHED, Campaign, Library, RunRow, due_after
 from paceline.errors import PacelineError, RequestError
 from paceline.report.exporters.html import asset
 from paceline.report.exporters.prometheus import CONTENT_TYPE
@@ -35,8 +35,6 @@ ONE_FILE_POLICY = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 # The end of a log that is shown.
 LOG_BYTES = 1 << 20
 MOST_LINES = 500
-# How long the state of the campaigns is used before it is read again.
-FRESH_S = 2.0
 PATIENCE_S = 5.0
 
 Query = Mapping[str, list[str]]
@@ -79,7 +77,7 @@ class App:
     builder: builder.Builder = field(default_factory=builder.Builder)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _views: dict[str, CampaignView] = field(default_factory=dict)
-    _viewed_at: float = float("-inf")
+    _due: float = float("-inf")
     _feeds: dict[str, live.Feed] = field(default_factory=dict)
     _watches: Watches = field(default_factory=Watches)
 
@@ -140,10 +138,11 @@ class App:
     def views(self) -> dict[str, CampaignView]:
         """The state of every campaign, a few seconds old at most."""
         with self._lock:
-            if time.monotonic() - self._viewed_at > FRESH_S:
+            began = time.monotonic()
+            if began > self._due:
                 found = self.library.campaigns()
                 self._views = {name: campaign_file.read_view(campaign.path) for name, campaign in found.items()}
-                self._viewed_at = time.monotonic()
+                self._due = due_after(began)
             return self._views
 
     def running(self) -> list[Campaign]:
@@ -170,7 +169,9 @@ class App:
         for name, campaign in self.library.campaigns().items():
             times = [row.began_at for row in self.library.rows((campaign,)) if row.began_at is not None]
             if name in views:
-                found.append((campaign, views[name], max(times, default=None)))
+                known = self.builder.known(campaign.state, builder.headline, campaign.path)
+                answer = None if views[name].running else known
+                found.append((campaign, views[name], max(times, default=None), answer))
         return pages.campaigns(found, self._bar("Campaigns"), self.name)
 
     def _bar(self, current: str = "") -> str:

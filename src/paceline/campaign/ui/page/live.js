@@ -201,8 +201,8 @@ addEventListener("DOMContentLoaded", () => {
     tile("left", tick.left ? tick.left.replace(/^about |^time left | left$/g, "") : MISSING, "", tick.planned === null ? `${tick.ended} runs ended` : `${tick.ended} of ${tick.planned} runs ended`, tick.trust ? tick.trust[1] : "");
     const power = known(tick.power ?? []), busy = known(tick.utilisation ?? []), hot = known(tick.temperature ?? []);
     const total = power.reduce((a, b) => a + b, 0);
-    if (busy.length) tile("gpus", short(busy.reduce((a, b) => a + b, 0) / busy.length), "% busy", power.length ? `${short(total / 1000)} kW` : "", `${busy.length} GPUs on ${layout.nodes.length} nodes${hot.length ? `, up to ${Math.max(...hot)} \u00b0C` : ""}`);
-    else { $("tile-gpus").querySelector(".name").textContent = "Hosts"; const cpu = known(tick.cpu ?? []); tile("gpus", cpu.length ? short(cpu.reduce((a, b) => a + b, 0) / cpu.length) : MISSING, "% CPU", tick.peak ? `peak ${tick.peak} GiB` : "", `${layout.nodes.length} nodes, no GPU`); }
+    if (busy.length) tile("gpus", short(busy.reduce((a, b) => a + b, 0) / busy.length), "% busy", power.length ? `${short(total / 1000)} kW` : "", `${busy.length} GPUs on ${layout.nodes.length} node${layout.nodes.length === 1 ? "" : "s"}${hot.length ? `, up to ${Math.max(...hot)} \u00b0C` : ""}`);
+    else { $("tile-gpus").querySelector(".name").textContent = "Hosts"; const cpu = known(tick.cpu ?? []); tile("gpus", cpu.length ? short(cpu.reduce((a, b) => a + b, 0) / cpu.length) : MISSING, "% CPU", tick.peak ? `peak ${tick.peak} GiB` : "", `${layout.nodes.length} node${layout.nodes.length === 1 ? "" : "s"}, no GPU`); }
   }
 
   function drawText() {
@@ -261,7 +261,7 @@ addEventListener("DOMContentLoaded", () => {
     $("ended").replaceChildren(table);
     Paceline.dress(table);
     $("report").hidden = false;
-    fetch(`${root.dataset.campaign}/headline`).then(answer => answer.ok ? answer.text() : "").then(text => { $("answer").textContent = text; }).catch(() => {});
+    if (!layout.is_local) fetch(`${root.dataset.campaign}/headline`).then(answer => answer.ok ? answer.text() : "").then(text => { $("answer").textContent = text; }).catch(() => {});
   });
   on("tick", value => { tick = value; draw(); follow(); });
   source.onerror = () => { $("now").textContent = "The connection to `paceline ui` is lost; trying again."; };
