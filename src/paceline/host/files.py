@@ -15,8 +15,11 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # Names of files that are not UTF-8 have characters that cannot be encoded.
-        temporary.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
+        # A link of that name, in a directory of somebody else, is not followed.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
+            # Names of files that are not UTF-8 have characters that cannot be encoded.
+            file.write(content.encode(errors="replace") if isinstance(content, str) else content)
         if durable:
             sync(temporary)
         temporary.replace(path)

@@ -231,9 +231,10 @@ def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str
         if left and not is_running(int(left[1])):
             path.unlink(missing_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
     try:
         with (
-            temporary.open("wb") as raw,
+            temporary.open("xb") as raw,
             gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
         ):

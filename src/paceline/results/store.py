@@ -136,7 +136,7 @@ def exclusive(experiment_dir: Path) -> Iterator[None]:
     """Lock an experiment for one controller at a time; the lock ends with the process."""
     try:
         experiment_dir.mkdir(parents=True, exist_ok=True)
-        handle = (experiment_dir / ".lock").open("w")
+        handle = (experiment_dir / ".lock").open("a")
     except OSError as error:
         raise RequestError(f"--out: cannot write in {experiment_dir} ({error.strerror}).") from None
     with handle:

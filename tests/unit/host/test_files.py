@@ -1,0 +1,38 @@
+"""Files are replaced as a whole, and links that somebody planted in their place are not followed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.host import files
+from paceline.results import store
+
+
+def test_a_planted_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
+    """Under the name of the file, and under that of the temporary file before it."""
+    victim, page = tmp_path / "victim", tmp_path / "report.html"
+    victim.write_text("keep")
+    for name in ("report.html", f".report.html.{os.getpid()}.tmp"):
+        (tmp_path / name).symlink_to(victim)
+    files.write_atomically(page, "page")
+    assert (page.read_text(), page.is_symlink(), victim.read_text()) == ("page", False, "keep")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "victim"]
+
+
+def test_a_lock_that_is_a_link_empties_no_file(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("keep")
+    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
+    with store.exclusive(tmp_path):
+        assert (tmp_path / "victim").read_text() == "keep"
+
+
+def test_a_document_larger_than_any_of_ours_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text("{}")
+    assert files.document_of(path) == b"{}"
+    os.truncate(path, files.LARGEST_DOCUMENT_BYTES + 1)
+    with pytest.raises(OSError, match="larger than 32 MiB"):
+        files.document_of(path)
