@@ -18,7 +18,8 @@ CHECKPOINTING = ("none", "attention", "selective", "full")
 class Software:
     """What the training program does that changes its speed.
 
-    fused_attention: the scores never reach memory (FlashAttention). engine: NVIDIA Transformer Engine. compiled:
+    fused_attention: the scores never reach memory (FlashAttention). engine: NVIDIA Transformer Engine. cudnn_attention:
+    attention by cuDNN, which on Hopper is what Transformer Engine uses. compiled:
     elementwise operations are fused by a compiler. sequence_parallel: norms are split over tensor-parallel ranks.
     fp8_gather: sharded weights travel in 8 bits. late_reduce: gradients are reduced after the backward pass, not during
     it. reduce_bytes: per gradient on the wire.
@@ -28,6 +29,7 @@ class Software:
     family: str = "torch"
     fused_attention: bool = True
     engine: bool = False
+    cudnn_attention: bool = False
     compiled: bool = False
     sequence_parallel: bool = False
     late_reduce: bool = False

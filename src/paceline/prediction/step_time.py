@@ -101,7 +101,7 @@ def _numbers(one: Setup) -> dict[str, float]:
         "node_network": one.node_network,
         **{name: software.family == name for name in FAMILIES},
         "fused": software.fused_attention,
-        "engine": software.engine,
+        "engine": software.engine or (software.cudnn_attention and gpu.generation == "hopper"),
         "compiled": software.compiled,
         "sequence_parallel": software.sequence_parallel,
         "late": software.late_reduce,

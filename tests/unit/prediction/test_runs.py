@@ -127,3 +127,13 @@ def test_a_stored_line_is_plain_json(record: Any) -> None:
     setup = runs.setup_of_record(record)
     assert setup is not None
     assert json.loads(json.dumps(stored.to_dict(predict([setup])[0])))["gpu"] == "h200"
+
+
+def test_attention_of_our_program_is_cudnn_on_hopper(make_spec: Any) -> None:
+    spec = make_spec("ddp", world_size=2, **GPT)
+    for name, same in (("h200", False), ("a100", True)):
+        one = runs.setup_of_spec(spec, hardware.accelerator(name))
+        assert one is not None
+        other = one.replaced(software=replace(one.software, cudnn_attention=False))
+        ours, plain = predict([one, other])
+        assert (ours.parts["attention"] == plain.parts["attention"]) is same
