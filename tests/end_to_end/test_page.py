@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import os
 import shutil
 import tarfile
 import time
@@ -12,11 +15,15 @@ from typing import Any
 
 import pytest
 import simulated_serving as made
+from PIL import Image, ImageChops, ImageFilter
 
+from paceline.analysis.compare import folders
+from paceline.analysis.compare import history as over_time
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
 from paceline.campaign.run.controller import read_experiment
 from paceline.report.exporters import html
+from paceline.report.exporters._other_pages import compare_page, history_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
@@ -24,6 +31,11 @@ KEPT = Path(__file__).parents[2] / "docs" / "measured"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
+PICTURED = Path(__file__).parents[1] / "golden" / "pages"
+# The share of a picture that may differ. Twice the same page: 0.0003; without its main chart: 0.05.
+TOLERANCE = 0.02
+# Pixels of this text where the pictures were taken: with other fonts every word has another place.
+SAMPLE_TEXT, SAMPLE_PX = "Throughput 385,800 tokens/s", 236.1
 EVIL = "<script>document.title='owned'</script>"
 PATIENCE_S = 10.0
 
@@ -75,6 +87,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    started.set_script_timeout(120)
     yield started
     started.quit()
 
@@ -85,9 +98,21 @@ def opened(chromium: Any, page: Path) -> Iterator[Any]:
     media(chromium, "screen", "light")
     chromium.get(page.as_uri())
     chromium.execute_script("try { localStorage.clear() } catch {}")
-    wait_for(lambda: chromium.execute_script("return document.querySelectorAll('figure svg').length") >= 4)
+    drawn = "f => f.querySelector('svg') || !f.querySelector('.plot').clientWidth"
+    wait_for(lambda: chromium.execute_script(f"return [...document.querySelectorAll('figure')].every({drawn})"))
     yield chromium
     assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+@contextlib.contextmanager
+def sized(browser: Any, width: int, height: int = 900) -> Iterator[None]:
+    """The page in a window of this size."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def media(browser: Any, kind: str, scheme: str) -> None:
@@ -176,11 +201,11 @@ def test_a_filter_narrows_tables_charts_and_cells(opened: Any) -> None:
     assert len(shown(opened, "#ranking tbody tr")) == 1
     assert len(shown(opened, "#ranking .block")) == 1, "a group without a row has no heading either"
     assert len(shown(opened, "details.cell")) == 1
-    assert bars(opened, "throughput") == 1
+    wait_for(lambda: bars(opened, "throughput") == 1)
     assert opened.find_element("id", "count").text == "1 of 8 cells"
     opened.find_element("id", "reset").click()
     assert len(shown(opened, "#ranking tbody tr")) == 8
-    assert bars(opened, "throughput") == 8
+    wait_for(lambda: bars(opened, "throughput") == 8)
 
 
 def test_what_matches_nothing_is_hidden_not_broken(opened: Any) -> None:
@@ -275,18 +300,22 @@ def test_a_table_is_copied_as_markdown(opened: Any) -> None:
     assert len(lines) == 2 + 5
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_screen_reader_and_weak_eyes_can_use_it(opened: Any, scheme: str) -> None:
-    """axe-core's rules of WCAG 2 A and AA: names, roles, labels and contrast, with every section open."""
-    media(opened, "screen", scheme)
-    opened.execute_script("for (const d of document.querySelectorAll('details.part, details.light')) d.open = true")
-    opened.execute_script(AXE.read_text(encoding="utf-8"))
-    found = opened.execute_async_script(
+def barriers(browser: Any, scheme: str) -> list[str]:
+    """What axe-core's rules of WCAG 2 A and AA find: names, roles, labels and contrast, with every section open."""
+    media(browser, "screen", scheme)
+    browser.execute_script("for (const d of document.querySelectorAll('details.part, details.light')) d.open = true")
+    browser.execute_script(AXE.read_text(encoding="utf-8"))
+    found: list[str] = browser.execute_async_script(
         "const done = arguments[0];"
         "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa']}).then(r => done(r.violations.map("
         "v => `${v.id}: ${v.nodes.length} x ${v.nodes[0].html.slice(0, 160)} ${v.nodes[0].failureSummary}`)))"
     )
-    assert found == []
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_screen_reader_and_weak_eyes_can_use_it(opened: Any, scheme: str) -> None:
+    assert barriers(opened, scheme) == []
 
 
 def test_data_and_image_of_a_chart_are_files(opened: Any, tmp_path: Path) -> None:
@@ -345,6 +374,155 @@ def test_without_javascript_the_tables_are_there_and_the_charts_are_named(chromi
     assert "385,800" in text
     assert "plots/" in text
     assert "Copy as Markdown" not in text
+
+
+# --- compare and history ---
+
+
+@pytest.fixture(scope="module")
+def other_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of one experiment against themselves 20 % slower, and over twelve days with a change after the sixth. The
+    directories and the experiment have names that are scripts."""
+    folder = tmp_path_factory.mktemp("others")
+    with tarfile.open(KEPT / "h200" / "runs.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    records, _ = read_experiment(folder / "h200")
+
+    def later(days: int, slower: float) -> list[Any]:
+        return [
+            dataclasses.replace(
+                record,
+                started_at=record.started_at + 86400 * days,
+                ended_at=record.ended_at + 86400 * days,
+                path=f"/day-{days}/h200/{record.spec.run_id}",
+                steps=tuple(dataclasses.replace(step, duration_s=step.duration_s * slower) for step in record.steps),
+            )
+            for record in records
+        ]
+
+    between = folders.compare_experiments(records, later(1, 1.2), (f"a/{EVIL}", f"b/{EVIL}"))
+    launches = [record for day in range(12) for record in later(day, 1 + 0.002 * (day % 3) + (0.2 if day > 5 else 0))]
+    judged = over_time.judge(launches)
+    series = over_time.analyse(judged.windows, fewest=1, asked=judged.asked)
+    pages = {
+        "compare": compare_page(between, [f"skipped: {EVIL}"]),
+        "history": history_page(f"History of {EVIL}", series, f"launches in {EVIL}", [f"skipped: {EVIL}"]),
+    }
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in pages}
+
+
+@pytest.fixture
+def other(chromium: Any, other_pages: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Any]:
+    media(chromium, "screen", "light")
+    chromium.get(other_pages[request.param].as_uri())
+    wait_for(lambda: len(all_of(chromium, "figure svg")) >= 1)
+    yield chromium
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+@pytest.mark.parametrize("other", ["compare"], indirect=True)
+def test_compared_directories_are_a_page(other: Any) -> None:
+    """20 % more time per step is 16.7 % fewer tokens/s, in every cell; one launch each gives no verdict."""
+    assert len(all_of(other, ".tile")) == 4
+    assert chart_text(other, "changes").count("no verdict") >= 8
+    assert EVIL in other.find_element("tag name", "body").text
+    assert other.execute_script("return document.title") == "script> against script>: Paceline report"
+    svg = other.find_element("css selector", 'figure[data-chart="changes"] svg')
+    other.execute_script("arguments[0].focus()", svg)
+    svg.send_keys("\ue014")  # arrow right
+    assert "gpt2-124m" in other.find_element("id", "tip").text
+
+
+@pytest.mark.parametrize("other", ["history"], indirect=True)
+def test_a_history_is_a_page_with_its_change(other: Any) -> None:
+    text = other.find_element("tag name", "body").text
+    assert EVIL in text
+    assert "16.6 % lower since" in words(other, ".headline"), "1 / 1.2, less the spread between days"
+    assert "NaN" not in text
+    assert len(all_of(other, "figure svg")) >= 1
+
+
+@pytest.mark.parametrize("other", ["compare", "history"], indirect=True)
+def test_the_other_pages_have_no_barriers_and_fit_a_phone(other: Any) -> None:
+    assert barriers(other, "light") == []
+    assert barriers(other, "dark") == []
+    with sized(other, 390, 844):
+        wait_for(lambda: other.execute_script("return document.documentElement.scrollWidth") == 390)
+
+
+# --- pictures ---
+
+
+def require_fonts(browser: Any) -> None:
+    measured = browser.execute_script(
+        "const c = document.createElement('canvas').getContext('2d');"
+        "c.font = `16px ${getComputedStyle(document.body).fontFamily}`; return c.measureText(arguments[0]).width",
+        SAMPLE_TEXT,
+    )
+    if abs(measured - SAMPLE_PX) > 0.5:
+        pytest.skip(f"other fonts than in the pictures: the sample is {measured:.1f} pixels wide, not {SAMPLE_PX}")
+
+
+def picture(browser: Any, width: int, height: int, scheme: str) -> Image.Image:
+    """The first screen, a quarter as large: what a person sees at a glance, not how a font draws its letters."""
+    media(browser, "screen", scheme)
+    with sized(browser, width, height):
+        widest = "return Math.max(0, ...[...document.querySelectorAll('figure svg')].map(s => s.clientWidth))"
+        wait_for(lambda: 0 < browser.execute_script(widest) <= width)
+        time.sleep(0.2)  # the chart is redrawn in its new width
+        image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+    return image.resize((width // 4, height // 4), Image.Resampling.BOX)
+
+
+def difference(first: Image.Image, second: Image.Image) -> float:
+    """The share of points that look different, after a blur of a few letters."""
+    if first.size != second.size:
+        return 1.0
+    soft = [image.filter(ImageFilter.BoxBlur(2)) for image in (first, second)]
+    red, green, blue = ImageChops.difference(*soft).split()
+    most = ImageChops.lighter(ImageChops.lighter(red, green), blue)
+    return sum(most.histogram()[12:]) / (first.width * first.height)
+
+
+PICTURES = {
+    "training-1440": ("training", 1440, 900, "light"),
+    "training-800": ("training", 800, 900, "light"),
+    "training-400": ("training", 400, 860, "light"),
+    "training-1440-dark": ("training", 1440, 900, "dark"),
+    "served-1440": ("served", 1440, 900, "light"),
+    "served-400": ("served", 400, 860, "light"),
+    "compare-1440": ("compare", 1440, 900, "light"),
+    "history-1440": ("history", 1440, 900, "light"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_first_screen_looks_as_it_did(
+    name: str, chromium: Any, page: Path, served_page: Path, other_pages: dict[str, Path], tmp_path: Path
+) -> None:
+    """PACELINE_UPDATE_GOLDEN=1 stores what is shown now; look at it before you commit it."""
+    which, width, height, scheme = PICTURES[name]
+    source = {"training": page, "served": served_page, **other_pages}[which]
+    chromium.get(source.as_uri())
+    wait_for(lambda: all_of(chromium, "figure svg"))
+    require_fonts(chromium)
+    now, path = picture(chromium, width, height, scheme), PICTURED / f"{name}.png"
+    if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
+        now.save(path, optimize=True)
+    now.save(tmp_path / f"{name}.png")
+    found = difference(now, Image.open(path).convert("RGB"))
+    assert found <= TOLERANCE, f"{found:.1%} of {name} looks different: compare {tmp_path / name}.png with {path}"
+
+
+def test_a_missing_chart_is_seen_in_a_picture(chromium: Any, page: Path) -> None:
+    chromium.get(page.as_uri())
+    wait_for(lambda: all_of(chromium, "figure svg"))
+    require_fonts(chromium)
+    chromium.execute_script("document.querySelector('.lead figure').style.visibility = 'hidden'")
+    without = picture(chromium, 1440, 900, "light")
+    assert difference(without, Image.open(PICTURED / "training-1440.png").convert("RGB")) > TOLERANCE
 
 
 # --- a served model ---

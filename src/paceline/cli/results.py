@@ -197,6 +197,7 @@ def conclude(
     """
     from paceline import report as presentation
     from paceline.campaign.run.findings import report_of
+    from paceline.report import summary
 
     exporters = exporters_of(formats)
     for exporter in exporters:
@@ -206,6 +207,9 @@ def conclude(
     # Print before writing: a full disk must not hide the answer.
     screen.print(presentation.section_group(report) if verbose else presentation.brief_group(report))
     lines = presentation.recommendation_lines(report) if verbose else presentation.brief_lines(report)
+    # The headline may be the whole answer.
+    told = summary.headline(report)
+    lines = [line for line in lines if verbose or line.rstrip(".") != told]
     for line in (*lines, *(f"skipped: {text}" for text in report.skipped)):
         screen.print(line, highlight=False, markup=False)
     files = _write(report, exporters, directory)

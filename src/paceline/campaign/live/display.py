@@ -63,6 +63,9 @@ class Lines:
         self.title = Titles(specs)
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
+        if self.running is not None:
+            # A disturbed launch is repeated without an end of its own.
+            self.device_s += (time.monotonic() - self.run_began) * spec.topology.world_size
         self.running, self.launched = spec, self.launched + 1
         self.run_began = self.read_at = time.monotonic()
         self.run_dir = run_dir
@@ -145,10 +148,10 @@ class Lines:
         return (self.device_s + now) / 3600 * self.usd_per_hour
 
     def spent(self) -> str:
-        """`Took 12 min 03 s for 20 runs: 1.6 device-hours, 12.65 USD.`; empty if nothing was started."""
+        """`Took 12 min 03 s for 20 launches: 1.6 device-hours, 12.65 USD.`; empty if nothing was started."""
         if not self.launched:
             return ""
-        runs = f"{self.launched} run{'' if self.launched == 1 else 's'}"
+        runs = f"{self.launched} launch{'' if self.launched == 1 else 'es'}"
         usd = "" if self.usd_per_hour is None else f", {self.usd():.2f} USD at {self.usd_per_hour:.4g} USD per hour"
         hours = f"{self.device_s / 3600:.2g} device-hours{usd}"
         return f"Took {format_duration(time.monotonic() - self.began)} for {runs}: {hours}."

@@ -179,8 +179,24 @@ def test_cost_so_far_counts_every_device_of_the_runs_of_this_campaign(
     now += 30
     assert lines.usd() == pytest.approx((2 * 90 + 2 * 30) / 3600 * 60)
     lines.ended(third, Status.OK, None, False)
-    assert lines.spent() == "Took 2 min 00 s for 2 runs: 0.067 device-hours, 4.00 USD at 60 USD per hour."
+    assert lines.spent() == "Took 2 min 00 s for 2 launches: 0.067 device-hours, 4.00 USD at 60 USD per hour."
     assert display.Lines(console()).usd() is None
+
+
+def test_a_disturbed_launch_that_is_repeated_costs_too(
+    tmp_path: Path, make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    spec = make_spec("ddp")
+    lines = display.Lines(console(), usd_per_hour=60.0)
+    lines.begin([spec])
+    run_dir = store.create(tmp_path, spec)
+    for _ in range(2):
+        lines.started(spec, run_dir)
+        now += 45
+    lines.ended(spec, Status.OK, None, False)
+    assert lines.usd() == pytest.approx(2 * (45 + 45) / 3600 * 60)
 
 
 def test_a_prediction_tells_the_time_left_before_anything_was_measured(make_spec: Make) -> None:

@@ -12,9 +12,17 @@ const Charts = (() => {
   const ruler = document.createElement("canvas").getContext("2d");
 
   /** Pixels of a text as the charts write it: fonts differ too much between systems to count letters. */
+  const widths = new Map();
+  let family = "";
   function width(text, weight = 400) {
-    ruler.font = `${weight} 12px ${getComputedStyle(document.body).fontFamily}`;
-    return ruler.measureText(text).width;
+    const key = `${weight} ${text}`;
+    if (!widths.has(key)) {
+      // Asking for the style of a large page takes long, so it is asked for once.
+      family ||= getComputedStyle(document.body).fontFamily;
+      ruler.font = `${weight} 12px ${family}`;
+      widths.set(key, ruler.measureText(text).width);
+    }
+    return widths.get(key);
   }
 
   /** Lines that fit the room, broken between words. */

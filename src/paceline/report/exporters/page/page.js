@@ -85,7 +85,7 @@
       reset.hidden = !active;
       document.getElementById("count").textContent = active ? `${kept} of ${cells.length} cells` : `${cells.length} cells`;
     }
-    figures.forEach(draw);
+    draw(figures);
   }
 
   // --- baseline: the row that all ratios refer to ---
@@ -110,7 +110,7 @@
       (head.querySelector("button") ?? head).firstChild.textContent = alike ? `vs ${name}` : head.dataset.versus;
       delete td.dataset.text;
     }
-    figures.forEach(draw);
+    draw(figures);
   }
 
   function pickable() {
@@ -230,7 +230,37 @@
     }))];
   }
 
-  function draw(figure) {
+  // Charts near the window are drawn at once; the others when the browser is idle, so that a large page can be used first.
+  const NEAR = 400, later = new Set();
+  const idle = call => globalThis.requestIdleCallback ? requestIdleCallback(call, { timeout: 200 }) : setTimeout(call, 30);
+  let waits = false;
+  function next() {
+    waits = false;
+    const [figure] = later;
+    if (figure) { later.delete(figure); drawNow(figure); }
+    if (later.size) wait();
+  }
+  function wait() { if (!waits) { waits = true; idle(next); } }
+  function drawAll() { for (const figure of later) drawNow(figure); later.clear(); }
+  function draw(some) {
+    for (const figure of some) figure.element.hidden = !pointsOf(figure).length;
+    // Measured together: a drawing in between would have the whole page laid out again for each.
+    const boxes = some.map(figure => figure.element.getBoundingClientRect());
+    some.forEach((figure, i) => {
+      if (boxes[i].top < innerHeight + NEAR && boxes[i].bottom > -NEAR) { later.delete(figure); drawNow(figure); }
+      else later.add(figure);
+    });
+    if (later.size) wait();
+  }
+  const arrival = new IntersectionObserver(entries => {
+    for (const entry of entries) {
+      const figure = figures.find(f => f.element === entry.target);
+      if (entry.isIntersecting && later.delete(figure)) drawNow(figure);
+    }
+  }, { rootMargin: `${NEAR}px` });
+  addEventListener("beforeprint", drawAll);
+
+  function drawNow(figure) {
     const points = pointsOf(figure);
     figure.element.hidden = !points.length;
     if (!points.length || !figure.room) return;
@@ -245,10 +275,13 @@
   }
 
   const watcher = new ResizeObserver(entries => {
+    const changed = [];
     for (const entry of entries) {
       const figure = figures.find(f => f.place === entry.target), room = Math.floor(entry.contentRect.width);
-      if (room && room !== figure.room) { figure.room = room; draw(figure); }
+      if (room && room !== figure.room) { figure.room = room; changed.push(figure); }
     }
+    draw(changed);
+    if (changed.length) performance.mark("paceline-drawn");
   });
 
   // --- copies and downloads ---
@@ -276,6 +309,7 @@
 
   /** One file with title and legend: colours of the theme are written out, since the file leaves the page. */
   function svgFile(figure) {
+    if (later.delete(figure)) drawNow(figure);
     const probe = make("span");
     document.body.append(probe);
     const resolved = text => text.replace(/var\(--[a-z0-9]+\)/g, name => { probe.style.color = name; return getComputedStyle(probe).color; });
@@ -397,7 +431,7 @@
   $$("table").forEach(dress);
   globalThis.Paceline = { dress }; // for scripts that add tables later
   filterBar();
-  figures.forEach(figure => watcher.observe(figure.place));
+  figures.forEach(figure => { watcher.observe(figure.place); arrival.observe(figure.element); });
   apply();
   unfold();
 })();
