@@ -157,6 +157,18 @@ def ratio_words(ratio: float, low: float, high: float) -> tuple[str, str]:
     return value, f" (95 % interval {start} to {end})" if start != end else ""
 
 
+def metric_words(metric: str) -> str:
+    """A metric for people: its name without the unit, except rates.
+
+    >>> metric_words("output_tokens_per_s"), metric_words("peak_memory_bytes"), metric_words("ttft_p99_s")
+    ('output tokens/s', 'peak memory', 'ttft p99')
+    """
+    name = metric.replace("_per_s", "/s")
+    for unit in ("_bytes", "_ratio", "_s"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")
+
+
 def direction(metric: str, ratio: float) -> str:
     """The word for a change of a metric by this ratio.
 

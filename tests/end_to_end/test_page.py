@@ -439,6 +439,7 @@ def test_compared_directories_are_a_page(other: Any) -> None:
 def test_a_history_is_a_page_with_its_change(other: Any) -> None:
     text = other.find_element("tag name", "body").text
     assert EVIL in text
+    assert words(other, ".headline").startswith("tokens/s of "), "words, not the name of a metric"
     assert "16.6 % lower since" in words(other, ".headline"), "1 / 1.2, less the spread between days"
     assert "NaN" not in text
     assert len(all_of(other, "figure svg")) >= 1

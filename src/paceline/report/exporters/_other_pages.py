@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from paceline.report.summary import AMBER, GREEN, RED, Light, Summary, brief
 from paceline.report.tables import comparison, history
 from paceline.report.text.cells import THROUGHPUT
 from paceline.report.tiles import Tile
-from paceline.wording import direction, short_percent, verdict_text
+from paceline.wording import direction, metric_words, short_percent, verdict_text
 
 MOST_LANES = 40
 WORDS = {BETTER: "better", WORSE: "worse", EQUAL: "equal", INCONCLUSIVE: "inconclusive", None: "no verdict"}
@@ -79,7 +80,7 @@ def _lane(c: Change) -> Point:
         low=percent(c.low),
         high=percent(c.high),
         label=c.label if c.row is None else f"{c.row} ({c.label})",
-        group=c.metric,
+        group=metric_words(c.metric),
         series=WORDS[c.verdict],
         text=text,
         detail="\n".join(filter(None, (interval, c.reason, comparison.differences_text(c.differences)))),
@@ -130,7 +131,11 @@ def history_page(
 ) -> str:
     """Cells over time: their levels, where these changed, and what changed with them."""
     answer = history.sentence(found)
-    drawn = tuple(over_time(found))
+    metrics = dict.fromkeys(series.metric for series in found)
+    for metric in metrics:
+        answer = answer.replace(f"{metric} of ", f"{metric_words(metric)} of ")
+    titles = {f"Over time: {metric}": f"Over time: {metric_words(metric)}" for metric in metrics}
+    drawn = tuple(replace(chart, title=titles.get(chart.title, chart.title)) for chart in over_time(found))
     changes = [change for series in found for change in series.changes]
     worse = [change for change in changes if change.verdict == WORSE]
     searched = [series for series in found if series.note is None]
@@ -158,7 +163,7 @@ def history_page(
 
 
 def _newest_change(found: Sequence[HistorySeries]) -> str:
-    """`tokens_per_s of ddp: 16.7 % lower since 2026-11-20 (driver 580 -> 590)`; empty without a change."""
+    """`tokens/s of ddp: 16.7 % lower since 2026-11-20 (driver 580 -> 590)`; empty without a change."""
     changes = [(series, change) for series in found for change in series.changes]
     worse = [pair for pair in changes if pair[1].verdict == WORSE]
     if not changes:
@@ -167,7 +172,7 @@ def _newest_change(found: Sequence[HistorySeries]) -> str:
     name, size = series.label.partition(", ")[0], history.size_text(change).partition(" (")[0]
     day = history.day(change.after_at).partition(" ")[0]
     why = f" ({comparison.differences_text(change.differences, most=1)})" if change.throughout else ""
-    return f"{series.metric} of {name}: {size} since {day}{why}"
+    return f"{metric_words(series.metric)} of {name}: {size} since {day}{why}"
 
 
 def _newest(found: Sequence[HistorySeries]) -> str:
