@@ -17,8 +17,8 @@ from paceline.wording import MISSING
 
 _GIB = 2.0**30
 MOST_ANCHORS = 8
-# Smaller components are not listed.
-_LEAST_BYTES = 0.05 * _GIB
+# Smaller components and parts of a step are not listed: they would be shown as 0.0.
+_LEAST_BYTES, _LEAST_SHARE = 0.05 * _GIB, 0.0005
 INTERVAL_NOTE = (
     "Intervals cover 90 % on average over sources of published runs; for one framework or cluster they may cover less "
     "(docs/prediction.md)."
@@ -73,7 +73,7 @@ def time_parts(one: Prediction) -> Table:
     rows = tuple(
         (Cell(name), Cell(number(1000 * one.parts[name])), Cell(f"{100 * one.parts[name] / one.step_s:.1f}"))
         for name in PARTS
-        if one.parts[name] > 0
+        if one.parts[name] >= _LEAST_SHARE * one.step_s
     )
     return Table("What the step consists of", (Column("part"), numeric("time, ms"), numeric("share, %")), rows)
 
