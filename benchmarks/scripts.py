@@ -2,30 +2,39 @@
 
     python benchmarks/scripts.py [PAIRS]
 
-Each pair starts the same script twice, bare and observed, in alternating order, as separate processes. The script
-counts its own processor time, which other programs on the host disturb less than wall time. `small` is a decoder whose
-step takes about 0.1 s on one core; the difference of `empty`, a step of microseconds, is the cost of the observer.
+Two processes import torch, one of them observed. In each pair both fork a child that trains the same model, one after
+the other and in alternating order; it counts its own processor time, which other programs on the host disturb less than
+wall time. `small` is a decoder whose step takes about 0.1 s on one core; the difference of `empty`, a step of
+microseconds, is the cost of the observer. The interval is that of the median, from the order of the pairs alone.
+With 12 pairs it takes a minute on an idle host.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.training import attachment
 
 SCRIPT = """
-import sys, time
-import torch
+import os, sys, time
+import torch, torch._dynamo  # the first step of an optimizer imports it
 
-torch.manual_seed(0)
 torch.set_num_threads(1)
-width, layers, length, steps = map(int, sys.argv[1:])
+
+
+def child(number, line):
+    global width, layers, length, steps
+    os.environ["RANK"] = str(number)
+    width, layers, length, steps = map(int, line.split())
+    print(train(), flush=True)
 
 
 class Block(torch.nn.Module):
@@ -53,57 +62,101 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-model = Model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-warm = steps // 4
-for step in range(steps):
-    if step == warm:
-        began = time.process_time()
-    loss = model(torch.randint(0, 512, (4, length)))
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-print((time.process_time() - began) / (steps - warm))
+def train():
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    warm = steps // 4
+    for step in range(steps):
+        if step == warm:
+            began = time.process_time()
+        loss = model(torch.randint(0, 512, (4, length)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.process_time() - began) / (steps - warm)
+
+
+for number, line in enumerate(sys.stdin):
+    if (pid := os.fork()) == 0:
+        child(number, line)
+        sys.exit(0)
+    os.waitpid(pid, 0)
 """
+# Width, layers, sequence length and steps.
 SHAPES = {"empty": (8, 0, 4, 400), "small": (128, 2, 128, 24)}
 
 
-def seconds_per_step(script: Path, shape: tuple[int, ...], observed: bool) -> float:
-    """Processor time of one step, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
+class Trainer:
+    """A process that has imported torch, and trains in a child of its own whenever it is asked."""
+
+    def __init__(self, script: Path, folder: str | None) -> None:
+        self.folder, self.asked = folder, 0
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if observed:
+        if folder is not None:
             path = os.pathsep.join(filter(None, (str(Path(attachment.__file__).parent), env.get("PYTHONPATH"))))
             env |= {"PYTHONPATH": path, "PACELINE_OBSERVE": folder}
-        command = [sys.executable, str(script), *map(str, shape)]
-        output = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-        lines = sum(len(path.read_text().splitlines()) for path in Path(folder).glob("rank-0.jsonl"))
-        assert lines == (shape[-1] + 1 if observed else 0), lines
-    return float(output)
+        command = [sys.executable, str(script)]
+        self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def seconds_per_step(self, shape: tuple[int, ...]) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(" ".join(map(str, shape)) + "\n")
+        self.process.stdin.flush()
+        found = float(self.process.stdout.readline())
+        self.asked += 1
+        return found
+
+    def end(self, steps: int) -> None:
+        """Every step of every child must have been observed, or the ratio means nothing."""
+        self.process.communicate()
+        if self.folder is not None:
+            lines = [line for path in Path(self.folder).glob("rank-*.jsonl") for line in path.read_text().splitlines()]
+            assert sum(json.loads(line)["kind"] == "step" for line in lines) == steps
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """An interval that contains the median with 95 % or more, whatever the distribution.
+
+    The number of values below the median is binomial: leave out as many at each end as 2.5 % allow.
+    """
+    n, left_out, below = len(values), 0, 0.0
+    while (below := below + math.comb(n, left_out) / 2**n) <= 0.025:
+        left_out += 1
+    ordered = sorted(values)
+    first = max(left_out - 1, 0)
+    return ordered[first], ordered[-1 - first]
 
 
 def main(pairs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "train.py"
+        script, observed = Path(folder) / "train.py", Path(folder) / "observed"
         script.write_text(SCRIPT)
+        observed.mkdir()
+        trainers = {False: Trainer(script, None), True: Trainer(script, str(observed))}
         for name, shape in SHAPES.items():
             found = []
             for pair in range(pairs):
                 order = (True, False) if pair % 2 else (False, True)
-                found.append({observed: seconds_per_step(script, shape, observed) for observed in order})
-            ratios = [each[False] / each[True] for each in found]
+                found.append({side: trainers[side].seconds_per_step(shape) for side in order})
+            ratios = [each[True] / each[False] for each in found]
+            low, high = interval(ratios)
             row = {
                 "benchmark": f"script_{name}",
                 "pairs": pairs,
                 "bare_s": statistics.median(each[False] for each in found),
                 "added_s": statistics.median(each[True] - each[False] for each in found),
-                "speed_ratio": statistics.median(ratios),
-                "lowest": min(ratios),
-                "highest": max(ratios),
+                "time_ratio": statistics.median(ratios),
+                "low": low,
+                "high": high,
             }
             print(json.dumps(row), flush=True)
+        steps = pairs * sum(shape[-1] for shape in SHAPES.values())
+        for trainer in trainers.values():
+            trainer.end(steps)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 8)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)

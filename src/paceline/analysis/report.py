@@ -144,6 +144,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
     window = windows.get(run)
     status, reason = comparable.status_of(record, certificates.get(run))
     first, last = first_and_last_loss(step_table(record))
+    evidence = [o.evidence for o in record.outcomes if o.evidence]
     return RunFinding(
         run=run,
         cell=record.spec.cell,
@@ -165,6 +166,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         trust=trust.finding(record, window),
         traits=record.spec.traits,
         rank_steps=_rank_steps(record),
+        trace=next((str(e.settings["trace"]) for e in evidence if "trace" in e.settings), None),
     )
 
 

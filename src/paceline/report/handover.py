@@ -21,6 +21,8 @@ from paceline.report.answer import answer, headline
 from paceline.report.text.cells import ranked_cells
 
 Files = dict[str, str]
+# AdamW of Paceline's own loops, as in torch, DeepSpeed and transformers. torchtitan has another default.
+BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def _require_own(tool: str, winner: Winner) -> None:
 def torchrun(winner: Winner) -> Files:
     """A shell script that starts the command; for a script of the user with its config files."""
     fields = winner.fields
-    start = ["torchrun", "--nproc-per-node", str(fields["processes"]), "--nnodes", str(fields["nodes"])]
+    start = _torchrun(fields)
     files: Files = {}
     if "command" in fields:
         script = Script.from_dict({name: fields[name] for name in ("command", "parameters", "files") if name in fields})
@@ -120,7 +122,8 @@ def accelerate(winner: Winner) -> Files:
     _require_own("accelerate", winner)
     fields, stage, name = winner.fields, _stage(winner), winner.strategy.name
     cuda, ranks = fields["device"] == "cuda", fields["processes"] * fields["nodes"]
-    kind = "NO" if ranks == 1 else "MULTI_GPU" if cuda else "MULTI_CPU"
+    # accelerate starts ranks on CPUs by MPI only, unless it takes them for those of GPUs.
+    kind = "NO" if ranks == 1 else "MULTI_GPU"
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED" if stage is not None else "FSDP" if name == "fsdp2" and cuda else kind,
@@ -138,7 +141,8 @@ def accelerate(winner: Winner) -> Files:
         }
     elif document["distributed_type"] == "FSDP":
         document["fsdp_config"] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
-    return {"accelerate.yaml": _comment(winner) + yaml.safe_dump(document, sort_keys=False)}
+    start = "# Start it with ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate.yaml ...\n"
+    return {"accelerate.yaml": _comment(winner) + ("" if cuda else start) + yaml.safe_dump(document, sort_keys=False)}
 
 
 def huggingface(winner: Winner) -> Files:
@@ -166,38 +170,43 @@ def huggingface(winner: Winner) -> Files:
 
 
 def torchtitan(winner: Winner) -> Files:
-    """A job configuration of torchtitan."""
+    """A shell script that starts torchtitan, which has had no config files since 0.3: the settings are its options."""
     _require_own("torchtitan", winner)
     fields, name = winner.fields, winner.strategy.name
     if name not in ("ddp", "fsdp2"):
         raise RequestError(f"recipe: got the strategy {winner.strategy}, expected ddp or fsdp2 for --for torchtitan.")
     ranks = fields["processes"] * fields["nodes"]
-    batch = fields["micro_batch"] * fields["accumulation"] * ranks
+    group = "--optimizer.param-groups.0"
+    options = {
+        "--training.local-batch-size": fields["micro_batch"],
+        "--training.global-batch-size": fields["micro_batch"] * fields["accumulation"] * ranks,
+        "--training.seq-len": fields["sequence_length"],
+        "--training.max-norm": fields["clip_norm"],
+        "--training.steps": fields["steps"],
+        "--training.mixed-precision-param": {"fp32": "float32"}.get(fields["precision"], "bfloat16"),
+        f"{group}.optimizer-name": "AdamW",
+        f"{group}.optimizer-kwargs.lr": fields["learning_rate"],
+        f"{group}.optimizer-kwargs.weight-decay": fields["weight_decay"],
+        "--parallelism.data-parallel-replicate-degree": ranks if name == "ddp" else 1,
+        "--parallelism.data-parallel-shard-degree": 1 if name == "ddp" else ranks,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    words += [f"{group}.optimizer-kwargs.betas", *map(str, BETAS)]
+    compiled = "--compile.enable" if fields["compile"] else "--compile.no-enable"
+    start = shlex.join([*_torchrun(fields), "-m", "torchtitan.train"])
     lines = [
-        "[training]",
-        f"local_batch_size = {fields['micro_batch']}",
-        f"global_batch_size = {batch}",
-        f"seq_len = {fields['sequence_length']}",
-        f"max_norm = {fields['clip_norm']}",
-        f"steps = {fields['steps']}",
-        f'mixed_precision_param = "{ {"fp32": "float32"}.get(fields["precision"], "bfloat16") }"',
-        "",
-        "[optimizer]",
-        'name = "AdamW"',
-        f"lr = {fields['learning_rate']}",
-        f"weight_decay = {fields['weight_decay']}",
-        "",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {ranks if name == 'ddp' else 1}",
-        f"data_parallel_shard_degree = {1 if name == 'ddp' else ranks}",
-        "",
-        "[activation_checkpoint]",
-        f'mode = "{fields["checkpointing"]}"',
-        "",
-        "[compile]",
-        f"enable = {str(fields['compile']).lower()}",
+        "#!/bin/sh",
+        *_comment(winner).splitlines(),
+        "# Start it with the model: ./run.sh --module llama3 --config llama3_8b",
+        f"# Activation checkpointing was: {fields['checkpointing']}. torchtitan takes it from that configuration.",
+        "set -e",
+        f'exec {start} "$@" {shlex.join([*words, compiled])}',
     ]
-    return {"job.toml": _comment(winner) + "\n".join(lines) + "\n"}
+    return {"run.sh": "\n".join(lines) + "\n"}
+
+
+def _torchrun(fields: Mapping[str, Any]) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(fields["processes"]), "--nnodes", str(fields["nodes"])]
 
 
 TOOLS: dict[str, Callable[[Winner], Files]] = {

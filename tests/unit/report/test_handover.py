@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from paceline.analysis.report import build
 from paceline.errors import RequestError
 from paceline.experiment import recipe
 from paceline.report.handover import Winner, files_for, winner_of
+from paceline.training.strategies import _optimizers
 
 
 def winner(strategy: str = "zero:stage=2", **more: Any) -> Winner:
@@ -59,24 +63,63 @@ def test_a_trainer_reads_its_arguments(tmp_path: Path) -> None:
     assert (read.max_grad_norm, read.bf16) == (0.5, True)
 
 
-def test_torchtitan_gets_toml_and_refuses_what_it_lacks() -> None:
-    document = tomllib.loads(files_for("torchtitan", winner("fsdp2"))["job.toml"])
-    assert document["parallelism"] == {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 2}
-    assert document["training"]["global_batch_size"] == 8
+def test_torchtitan_gets_its_options_and_refuses_what_it_lacks() -> None:
+    words = shlex.split(files_for("torchtitan", winner("fsdp2"))["run.sh"].splitlines()[-1])
+    assert words[:8] == ["exec", "torchrun", "--nproc-per-node", "2", "--nnodes", "1", "-m", "torchtitan.train"]
+    assert words[8] == "$@"
+    assert words[-4:-1] == ["--optimizer.param-groups.0.optimizer-kwargs.betas", *map(str, _optimizers.BETAS)]
+    options = dict(zip(words[9:-4:2], words[10:-4:2], strict=True))
+    assert options["--parallelism.data-parallel-shard-degree"] == "2"
+    assert options["--training.global-batch-size"] == "8"
+    assert options["--training.max-norm"] == "0.5"
+    assert words[-1] == "--compile.no-enable"
     with pytest.raises(RequestError, match="expected ddp or fsdp2"):
         files_for("torchtitan", winner())
 
 
-def test_a_script_is_written_with_its_config_files() -> None:
-    base = yaml.safe_load(
-        "{workload: script, device: cpu, nodes: 1, processes: 2, command: [train.py, --config, '{config}'],"
-        " parameters: {stage: 3}, files: {config: {name: ds.json, text: '{\"stage\": {stage}}'}}}"
+def test_torchrun_starts_the_winning_script(tmp_path: Path) -> None:
+    """The written script is really run: two ranks, each with the winning value of the config file."""
+    (tmp_path / "train.py").write_text(
+        "import json, os, sys; from pathlib import Path\n"
+        "seen = [os.environ['WORLD_SIZE'], json.load(open(sys.argv[2]))['stage']]\n"
+        "Path('rank-' + os.environ['RANK']).write_text(json.dumps(seen))\n"
     )
-    files = files_for("torchrun", Winner(base, "It won.", ("run-a",)))
+    files = files_for("torchrun", Winner(SCRIPT, "It won.", ("run-a",)))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    # torchrun comes with torch: in CI its directory is not on PATH.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    subprocess.run(["sh", "run.sh"], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True, timeout=300)
+    assert [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)] == [["2", 3], ["2", 3]]
+
+
+def test_accelerate_starts_the_ranks_of_its_configuration(tmp_path: Path) -> None:
+    """Two ranks on CPUs, as the winner had, without MPI."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "accelerate.yaml").write_text(files_for("accelerate", winner("ddp"))["accelerate.yaml"])
+    (tmp_path / "train.py").write_text(
+        "import os; from pathlib import Path\n"
+        "names = 'WORLD_SIZE', 'ACCELERATE_USE_CPU', 'ACCELERATE_MIXED_PRECISION'\n"
+        "Path('rank-' + os.environ['RANK']).write_text(' '.join(os.environ[name] for name in names))\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "train.py"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, timeout=300)
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 true bf16"] * 2
+
+
+SCRIPT = yaml.safe_load(
+    "{workload: script, device: cpu, nodes: 1, processes: 2, command: [train.py, --config, '{config}'],"
+    " parameters: {stage: 3}, files: {config: {name: ds.json, text: '{\"stage\": {stage}}'}}}"
+)
+
+
+def test_a_script_is_written_with_its_config_files() -> None:
+    files = files_for("torchrun", Winner(SCRIPT, "It won.", ("run-a",)))
     assert json.loads(files["ds.json"]) == {"stage": 3}
     assert "exec torchrun --nproc-per-node 2 --nnodes 1 train.py --config ds.json" in files["run.sh"]
     with pytest.raises(RequestError, match="expected a strategy of Paceline"):
-        files_for("deepspeed", Winner(base, "", ()))
+        files_for("deepspeed", Winner(SCRIPT, "", ()))
 
 
 def test_results_without_a_winner_are_refused() -> None:

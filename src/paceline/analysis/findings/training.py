@@ -353,7 +353,8 @@ class RunFinding:
 
     device_name is the kind of GPU or processor; None if no machine was recorded. throttled_steps are measured steps
     while a GPU was throttled; None if no GPU reported it. goodput is None for a run without restart and checkpoint.
-    trust is None if the load of its hosts was not recorded, and for runs whose speed is not measured.
+    trust is None if the load of its hosts was not recorded, and for runs whose speed is not measured. trace is the file
+    with the profiler's trace of a rank, in the run directory.
     """
 
     run: str
@@ -376,6 +377,7 @@ class RunFinding:
     trust: LaunchTrust | None = None
     traits: Traits = field(default_factory=Traits, metadata={"exported": False})
     rank_steps: tuple[RankStep, ...] = field(default=(), metadata={"exported": False})
+    trace: str | None = field(default=None, metadata={"exported": False})
 
     @property
     def workload(self) -> str:

@@ -221,24 +221,18 @@ def _data(run: Observed) -> Mapping[int, int] | None:
 
 
 def _optimizer(run: Observed) -> list[dict[str, Any]] | None:
+    """The parameter groups of rank 0. Equal ones are one: frameworks and sharded optimizers split them differently."""
     first = run.evidence.get(0)
     if first is None or not first.groups:
         return None
-    groups = [{**g, "class": _ALIASES.get(str(g.get("class")), g.get("class"))} for g in first.groups]
-    plain = [_plain(group, whole=_has_whole_optimizer(run)) for group in groups]
-    # Sharded optimizers may split one group; equal ones count once.
-    return [dict(items) for items in dict.fromkeys(tuple(sorted(each.items())) for each in plain)]
-
-
-def _has_whole_optimizer(run: Observed) -> bool:
-    """Whether the groups of rank 0 have all weights of the model, so that their sizes can be compared."""
-    first = run.evidence[0]
-    return sum(int(group.get("elements") or 0) for group in first.groups or ()) == first.parameters
-
-
-def _plain(group: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    counts = () if whole else ("elements",)
-    return {name: value for name, value in group.items() if name not in (*_IMPLIED, *counts)}
+    sizes: Counter[tuple[tuple[str, Any], ...]] = Counter()
+    for group in first.groups:
+        settings = {**group, "class": _ALIASES.get(str(group.get("class")), group.get("class"))}
+        size = int(settings.pop("elements", 0) or 0)
+        sizes[tuple(sorted((name, value) for name, value in settings.items() if name not in _IMPLIED))] += size
+    # Sizes can be compared if these groups have all weights of the model.
+    is_whole = sum(sizes.values()) == first.parameters
+    return [{**dict(settings), **({"elements": size} if is_whole else {})} for settings, size in sizes.items()]
 
 
 def _optimizer_differs(run: Observed, baseline: Observed) -> str | None:

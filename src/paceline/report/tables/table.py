@@ -376,6 +376,9 @@ def run_details(report: Report) -> Table | None:
             Cell(f"{'rule' if w.by_rule else 'cap'}: {w.text}", "", "" if w.by_rule else "bad") if w else Cell(MISSING)
         )
 
+    def trace(r: RunFinding) -> Cell:
+        return Cell(r.trace, link=f"{r.run}/{r.trace}") if r.trace else Cell(MISSING)
+
     columns: tuple[Filled[RunFinding], ...] = (
         (Column("run"), lambda r: Cell(r.run, "", "code")),
         (numeric("took"), lambda r: format_duration(r.duration_s)),
@@ -387,6 +390,8 @@ def run_details(report: Report) -> Table | None:
         (numeric("last loss"), lambda r: format_number(r.loss_last, 4)),
     )
     stepped = [r for r in report.runs if r.warmup or r.loss_first is not None]
+    if any(r.trace for r in stepped):
+        columns += ((Column("trace"), trace),)
     return filled("Runs: warm-up, outliers and loss", stepped, columns, about=lambda r: (r.cell,))
 
 

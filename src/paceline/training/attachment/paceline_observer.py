@@ -298,7 +298,11 @@ class Observer:
     @guarded
     def _after_backward(self, begin: Any, tensors: Any) -> None:
         step = cast(Step, self.step)
-        step.spans.append(("backward", begin, self.clock.mark()))
+        end = self.clock.mark()
+        step.spans.append(("backward", begin, end))
+        if self.optimizer_began is not None:
+            # A closure, as in Lightning: the optimizer's own work begins after its backward pass.
+            self.optimizer_began = end
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if getattr(loss, "numel", lambda: 0)() == 1:
             step.backward_losses.append(loss.detach())
@@ -319,8 +323,9 @@ class Observer:
             self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        self.rates.update(repr([rate for rate in rates if isinstance(rate, float | int)]).encode())
+        # The rates that are in use: frameworks split the same parameters into other numbers of groups.
+        rates = {rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), float | int)}
+        self.rates.update(repr(sorted(rates)).encode())
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""

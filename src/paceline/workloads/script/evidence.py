@@ -12,8 +12,11 @@ from paceline.host.machine import debug_switches, neighbours
 from paceline.results.records import Evidence
 
 
-def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat) -> Evidence:
-    """Unknown values are absent, never guessed: an empty init_digest means that the weights could not be read."""
+def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat, trace: str | None = None) -> Evidence:
+    """Unknown values are absent, never guessed: an empty init_digest means that the weights could not be read.
+
+    trace: the file in the run directory with the profiler's trace of this rank.
+    """
     weights: Mapping[str, str] = facts.get("weights") or {}
     dtypes = dict(facts.get("dtypes") or {})
     dtypes["compute"] = facts.get("autocast") or dtypes.get("parameters", "unknown")
@@ -27,6 +30,7 @@ def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat) -> Evidence
         "frozen_parameters": facts.get("frozen_parameters", 0),
         "rates": facts.get("rates"),
         **({"observer": facts["broken"]} if facts.get("broken") else {}),
+        **({"trace": trace} if trace else {}),
     }
     return Evidence(
         init_digest=digest_of(weights),

@@ -78,9 +78,10 @@ def observe(
             f"the script ran {facts['world_size']} ranks, expected {spec.topology.world_size}. Set processes to "
             f"{facts['world_size'] // spec.topology.nodes}."
         )
-    for trace in folder.glob(f"trace-{seat.rank}.json"):
+    traces = sorted(folder.glob(f"trace-{seat.rank}.json"))
+    for trace in traces:
         recorder.keep(trace.name, trace.read_bytes())
-    recorder.conclude(evidence_of(facts, reader.wall_s, seat))
+    recorder.conclude(evidence_of(facts, reader.wall_s, seat, trace=traces[0].name if traces else None))
     # Config files stay, as the script got them; what the observer wrote is in the record now.
     for left in (*folder.glob(f"rank-{seat.rank}.*"), *folder.glob(f"trace-{seat.rank}.json")):
         left.unlink()

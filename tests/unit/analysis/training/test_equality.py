@@ -123,6 +123,11 @@ def test_groups_are_compared_in_both_directions_and_by_size() -> None:
     assert all_decayed.differs == ("optimizer: elements 10 instead of 4",)
     assert other.differs == ("optimizer: elements 5 instead of 4",)
     _, lost = judged(run("ddp", groups=[some, none]), run("sharded", at=1.0, groups=[{**some, "elements": 2}]))
+    _, split = judged(
+        run("ddp", groups=[some, none]),
+        run("trainer", at=1.0, groups=[{**some, "elements": 3}, none, {**some, "elements": 1}]),
+    )
+    assert split.level == CERTIFIED
     assert lost.differs == ("optimizer: a group is missing (weight_decay 0.0 instead of 0.1)",)
 
 
