@@ -85,7 +85,7 @@ for number, line in enumerate(sys.stdin):
     os.waitpid(pid, 0)
 """
 # Width, layers, sequence length and steps.
-SHAPES = {"empty": (8, 0, 4, 400), "small": (128, 2, 128, 24)}
+SHAPES = {"small": (128, 2, 128, 16), "empty": (8, 0, 4, 200)}
 
 
 class Trainer:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from training_records import build_record, build_spec
+from script_records import observe_code, record_of
 
 from paceline.analysis.findings import CERTIFIED, Certificate
 from paceline.analysis.training.certificate import certify_all
-from paceline.contract import Seat
-from paceline.experiment.script import Script
-from paceline.results.records import Outcome, RunRecord, Status, StepSample
-from paceline.training import attachment
-from paceline.workloads.script.evidence import evidence_of
-from paceline.workloads.script.process import read_facts
 
 MISTAKES = ("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group")
-STEPS = 6
 # One interpreter for all: each mistake gets two forked ranks, which average their gradients through shared memory.
 TRAIN = """
 import multiprocessing, os, sys
@@ -81,36 +67,13 @@ for step in range(steps):
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Certificate]:
     """By mistake, the certificate beside the run without one."""
     folder = tmp_path_factory.mktemp("observed")
-    path = os.pathsep.join((str(Path(attachment.__file__).parent), os.environ.get("PYTHONPATH", "")))
-    env = {**os.environ, "PYTHONPATH": path, "PACELINE_OBSERVE": str(folder), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", TRAIN, ",".join(MISTAKES)], env=env, check=True)
-    records = {mistake: _record(folder, number, mistake) for number, mistake in enumerate(MISTAKES)}
+    observe_code(TRAIN, ",".join(MISTAKES), folder=folder)
+    records = {
+        mistake: record_of(folder, (2 * number, 2 * number + 1), mistake, float(number))
+        for number, mistake in enumerate(MISTAKES)
+    }
     found = certify_all(list(records.values()))
     return {mistake: found[record.spec.run_id] for mistake, record in records.items()}
-
-
-def _record(folder: Path, number: int, mistake: str) -> RunRecord:
-    """The two ranks of one mistake as a run."""
-    script = Script(command=("train.py", "{mistake}"), parameters={"mistake": mistake}, code="v1")
-    spec = replace(build_spec(None, 2, workload="script", steps=STEPS), script=script)
-    steps, outcomes = [], []
-    for rank in range(2):
-        lines = (folder / f"rank-{2 * number + rank}.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if row.pop("kind") == "step"]
-        steps += [StepSample(**{**row, "rank": rank}) for row in rows]
-        seat = Seat(rank=rank, local_rank=rank, world_size=2, device="cpu")
-        evidence = evidence_of(read_facts(folder, 2 * number + rank), 1.0, seat)
-        usual: dict[str, Any] = {
-            "status": Status.OK,
-            "error": None,
-            "host": "here",
-            "pid": 1,
-            "started_at": 0.0,
-            "ended_at": 1.0,
-        }
-        outcomes.append(Outcome(rank=rank, evidence=evidence, **usual))
-    samples = tuple(sorted(steps, key=lambda sample: sample.step))
-    return build_record(spec, steps=samples, outcomes=tuple(outcomes), started_at=float(number))
 
 
 def test_the_same_work_is_certified(certificates: Mapping[str, Certificate]) -> None:

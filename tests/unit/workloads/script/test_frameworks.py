@@ -1,0 +1,44 @@
+"""The same training in the real frameworks that are installed here: the observer sees the same work in each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from script_records import observe_code, record_of
+
+from paceline.analysis.findings import CERTIFIED
+from paceline.analysis.training.certificate import certify_all
+
+FRAMEWORKS = ("plain", "accelerate", "trainer")
+# One interpreter imports the frameworks; each of them trains in a forked child.
+TRAIN = """
+import os, sys
+import torch._dynamo
+from accelerate import Accelerator
+from transformers import LlamaForCausalLM, Trainer
+
+sys.path.insert(0, sys.argv[1])
+import frameworks
+
+for rank, name in enumerate(sys.argv[2:]):
+    if (child := os.fork()) == 0:
+        os.environ["RANK"] = str(rank)
+        frameworks.FRAMEWORKS[name](4)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+
+
+def test_frameworks_that_do_the_same_work_are_certified(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    benchmarks = Path(__file__).parents[4] / "benchmarks"
+    observe_code(TRAIN, str(benchmarks), *FRAMEWORKS, folder=tmp_path, HF_HUB_OFFLINE="1")
+    records = [record_of(tmp_path, [rank], name, float(rank)) for rank, name in enumerate(FRAMEWORKS)]
+    for record in records:
+        assert [s.step for s in record.steps] == [0, 1, 2, 3]
+        assert {(s.micro_batches, s.samples, s.tokens, s.label_tokens) for s in record.steps} == {(2, 8, 512, 512)}
+    found = certify_all(records)
+    assert [found[r.spec.run_id].level for r in records] == [CERTIFIED] * 3
+    assert not any(found[r.spec.run_id].differs for r in records)
