@@ -37,8 +37,8 @@ PARTS = (
 # Families of programs whose kernels are as a rule faster or slower than plain PyTorch.
 FAMILIES = ("megatron", "nemo", "peft")
 # Offload, which no published row measures, so nothing here is fitted: the share of PCIe that pinned copies reach, the
-# share of the host's memory bandwidth that CPU-Adam reaches when it moves 30 bytes per parameter (ZeRO-Offload, Ren et
-# al. 2021, table 4: 10B parameters in 2.57 s on a host of 256 GB/s), and that half of what could hide does not.
+# share of the host's memory bandwidth that CPU-Adam reaches when it moves 30 bytes per parameter (an assumption, about
+# what the authors of ZeRO-Offload report; we have not measured it), and that half of what could hide does not.
 OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.0, 0.5
 OFFSETS = ("level", "launch", "network", "dp_overlap", "fsdp_overlap")
 
