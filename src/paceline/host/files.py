@@ -53,7 +53,10 @@ LARGEST_DOCUMENT_BYTES = 32 * 2**20
 
 
 def document_of(path: Path) -> bytes:
-    """The content of a JSON file, which may be anybody's; OSError if it is larger than any that Paceline writes."""
+    """The content of a JSON or CSV file, which may be anybody's. OSError for a device or a pipe, which may never end,
+    and for a file that is larger than any that Paceline writes."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
         content = file.read(LARGEST_DOCUMENT_BYTES + 1)
     if len(content) > LARGEST_DOCUMENT_BYTES:

@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training
+from paceline.host.files import document_of
 from paceline.results import store
 from paceline.results.records import ClaimSample, Status
 
@@ -53,7 +54,7 @@ def import_table(path: Path, out: Path) -> tuple[Path, int]:
 def _read(path: Path) -> list[tuple[str, Mapping[str, str]]]:
     """Rows with their position in the file; lines that start with # are comments."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = document_of(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"import: got {str(path)!r}, which cannot be read ({error}), expected a CSV file.") from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]

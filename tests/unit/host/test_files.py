@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.errors import RequestError
 from paceline.host import files
 from paceline.results import store
+from paceline.training.strategies import zero
 
 
 def test_a_planted_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
@@ -36,3 +38,13 @@ def test_a_document_larger_than_any_of_ours_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, files.LARGEST_DOCUMENT_BYTES + 1)
     with pytest.raises(OSError, match="larger than 32 MiB"):
         files.document_of(path)
+
+
+def test_a_device_or_a_pipe_is_no_document(tmp_path: Path) -> None:
+    """An experiment names the file of `zero:config`; `paceline import` reads tables of others."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(OSError, match="not a regular file"):
+            files.document_of(path)
+        with pytest.raises(RequestError, match=r"zero\.config: got .*not a regular file"):
+            zero.inline({"config": str(path)})

@@ -16,6 +16,7 @@ from paceline.contract import Seat, Trainer
 from paceline.errors import CheckpointError, MissingPackageError, RequestError, require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.host.files import document_of
 from paceline.models.arithmetic import Traffic
 from paceline.training.instruments import collection_paused
 
@@ -82,8 +83,8 @@ def inline(options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     path = Path(name).expanduser()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(document_of(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({error}).") from None
     check_config(content)
     return {**options, "config": content}
