@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Literal
 
 from paceline.analysis.findings import Report
 from paceline.report import summary
 from paceline.report.sections import NOT_ON_TERMINAL, sections
+from paceline.report.tables import served
 from paceline.report.tables.table import Cell, Table, without_empty
 from paceline.report.text import trust
 from paceline.wording import MISSING, short_percent
@@ -66,9 +67,10 @@ def brief_group(report: Report) -> RenderableType:
             shown += section.tables[:most]
     if (ranking := known.get("ranking")) is not None and ranking.text:
         found += (Text(ranking.text), Text(""))
-    found += (Fitted(essential(table)) for table in shown)
+    warnings = served.warnings(report)
+    found += (Fitted(essential(table, warnings)) for table in shown)
     tables = sum(len(section.tables) + len(section.bars) for section in known.values())
-    notes = sum(len(table.notes) for table in shown) + len(report.notes)
+    notes = sum(note not in warnings for table in shown for note in table.notes) + len(report.notes)
     parts = [f"{n} more {noun}{'s' if n > 1 else ''}" for n, noun in ((tables - len(shown), "table"),) if n]
     parts += [f"{notes} note{'s' if notes > 1 else ''}"] if notes else []
     if parts:
@@ -78,8 +80,8 @@ def brief_group(report: Report) -> RenderableType:
     return Group(*found)
 
 
-def essential(table: Table) -> Table:
-    """The columns that matter and the first rows of a table; notes are left out, except one about missing rows.
+def essential(table: Table, warnings: Set[str] = frozenset()) -> Table:
+    """The columns that matter and the first rows of a table; of its notes only warnings, and one about missing rows.
 
     >>> from paceline.report.tables.table import Column
     >>> wide = Table("", (Column("a"), Column("b", priority=9)), ((Cell("1"), Cell("2")),), ("a note",))
@@ -88,12 +90,13 @@ def essential(table: Table) -> Table:
     """
     keep = [i for i, column in enumerate(table.columns) if column.priority <= MATTERS]
     left = len(table.rows) - MOST_ROWS
+    missing = (f"{left} more row{'s' if left > 1 else ''}.",) if left > 0 else ()
     return without_empty(
         dataclasses.replace(
             table,
             columns=tuple(table.columns[i] for i in keep),
             rows=tuple(tuple(row[i] for i in keep) for row in table.rows[:MOST_ROWS]),
-            notes=(f"{left} more row{'s' if left > 1 else ''}.",) if left > 0 else (),
+            notes=(*missing, *(note for note in table.notes if note in warnings)),
         )
     )[0]
 

@@ -91,6 +91,12 @@ def tables(report: Report) -> tuple[Table, ...]:
     return (replace(table, notes=(*table.notes, *same)),)
 
 
+def warnings(report: Report) -> set[str]:
+    """Those notes of the table that say why a result does not count, or is that of another model."""
+    loads = loads_of(report, (*report.measurements, *report.doubted))
+    return {*_requested(loads), *_near_ceiling(report), *_reasons(report, loads)}
+
+
 def _model(axes: Mapping[str, Scalar]) -> str:
     """`mock (requested: llama-8b)`: what the server says it serves, and what was requested if that differs."""
     return f"{axes.get('model')}{f' (requested: {axes[REQUESTED]})' if axes.get(REQUESTED) else ''}"
