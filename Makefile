@@ -21,9 +21,9 @@ test: setup
 	$(BIN)/python -m pytest -n 3 || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
 
 lint: setup
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
 
 # On a host with a GPU, with the Python that has torch: real strategies on one rank and on two NCCL ranks of one GPU.
 gpu-test:

@@ -161,7 +161,22 @@ def test_formats_for_ci_stay_parsable_when_the_gate_fails(
     assert text == golden
     assert "9.1 %" in text
     assert "slower" in text
-    assert "| tokens_per_s |" in text
+    assert "| tokens/s |" in text
+
+
+def test_what_is_equal_is_one_line_unless_asked_for(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = campaign("a", 1.0), campaign("b", 1.1, day=1)
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    short = capsys.readouterr().out
+    assert "equal: peak memory in 1 of 1; --verbose lists them" in short
+    assert "0.102" not in short
+    assert "9.1 % slower" in short
+    assert cli.main(["compare", str(a), str(b), "--verbose"]) == 0
+    long = capsys.readouterr().out
+    assert "--verbose" not in long
+    assert "0.102 -> 0.102 GiB" in long
 
 
 @pytest.mark.parametrize("option", ["--fail-on-regression", "--day-spread"])

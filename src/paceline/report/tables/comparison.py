@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Between, Change, Differing, Lost
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import THROUGHPUT
-from paceline.wording import direction, format_number, format_parts, places, scale_of, short_percent, verdict_text
+from paceline.wording import (
+    direction,
+    format_number,
+    format_parts,
+    metric_words,
+    places,
+    scale_of,
+    short_percent,
+    verdict_text,
+)
 
 MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
 MOST_ROWS = 30
@@ -157,8 +167,12 @@ def _clause(side: Sequence[Change], total: int, noun: str, word: str) -> str:
 # --- tables ---
 
 
-def tables(found: Between) -> tuple[Table, ...]:
-    """Cells, rows of sweeps, what differs, what is lost; each only if there is something to show."""
+def tables(found: Between, *, brief: bool = False) -> tuple[Table, ...]:
+    """Cells, rows of sweeps, what differs, what is lost; each only if there is something to show.
+
+    brief: without rows that are equal, which `equal_lines` counts.
+    """
+    changes = [c for c in found.changes if c.verdict != EQUAL] if brief else found.changes
     shared: tuple[Filled[Differing], ...] = (
         (Column("differs in every cell"), lambda d: d.path),
         (Column("A", prose=True), lambda d: d.first or "none"),
@@ -170,12 +184,23 @@ def tables(found: Between) -> tuple[Table, ...]:
         (Column("reason", prose=True), lambda x: x.reason),
     )
     wanted = (
-        _changes("Cells, B over A", [c for c in found.changes if c.row is None]),
-        _changes("Rows of sweeps and ceilings, B over A", [c for c in found.changes if c.row is not None]),
+        _changes("Cells, B over A", [c for c in changes if c.row is None]),
+        _changes("Rows of sweeps and ceilings, B over A", [c for c in changes if c.row is not None]),
         filled("What else differs", found.shared, shared),
         filled("Ok in A, not in B", found.lost, lost),
     )
     return tuple(table for table in wanted if table)
+
+
+def equal_lines(found: Between) -> tuple[str, ...]:
+    """`equal: tokens/s in 3 of 4 cells, peak memory in all 4; --verbose lists them`; empty where nothing is equal."""
+    totals = Counter(c.metric for c in found.changes)
+    equal = Counter(c.metric for c in found.changes if c.verdict == EQUAL)
+    parts = [
+        f"{metric_words(metric)} in {f'all {n}' if n == totals[metric] and n > 1 else f'{n} of {totals[metric]}'}"
+        for metric, n in equal.items()
+    ]
+    return (f"equal: {', '.join(parts)}; --verbose lists them",) if parts else ()
 
 
 def _changes(title: str, changes: Sequence[Change]) -> Table | None:
@@ -195,7 +220,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     own: tuple[Filled[Change], ...] = ((Column("differs here", prose=True), lambda c: differences_text(c.differences)),)
     columns: tuple[Filled[Change], ...] = (
         (Column("what", prose=True), lambda c: c.label if c.row is None else f"{c.row} ({c.label})"),
-        (Column("metric"), lambda c: c.metric),
+        (Column("metric"), lambda c: metric_words(c.metric)),
         (numeric("A -> B", 2), values),
         (Column("B over A"), ratio),
         (
