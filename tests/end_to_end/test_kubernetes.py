@@ -340,6 +340,7 @@ def lost_lines(pod: dict[str, Any]) -> re.Pattern[bytes] | None:
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSpec]) -> Iterator[Bed]:
+    from kubernetes.client import configuration
     from kubernetes.config import kube_config
 
     folder = tmp_path_factory.mktemp("kubernetes")
@@ -350,6 +351,8 @@ def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSp
         light(patch.setattr)
         # The client reads the variable KUBECONFIG once, when it is imported.
         patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(found.kubeconfig))
+        # It looks through all variables for proxies, while pytest names its next test in one.
+        patch.setattr(configuration, "getproxies", dict)
         cluster.contexts(found.kubeconfig, found.users)
         yield found
 

@@ -40,7 +40,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 
     def late(loop: Any, *arguments: Any) -> None:
         steps(loop, *arguments)
-        time.sleep(20 * DAWDLE_S)
+        time.sleep(40 * DAWDLE_S)
 
     if seat.rank == CORRUPT:
         mock.patch.object(proof, "multiply", corrupted).start()

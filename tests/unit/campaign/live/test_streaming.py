@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -108,7 +109,10 @@ def test_wandb_writes_an_offline_run(
     end(run_dir)
     assert not sending.look()
     (file,) = (run_dir.parent.parent / "wandb-live").glob("wandb/offline-run-*/*.wandb")
-    content = file.read_bytes()
+    # A process of W&B's own writes it.
+    deadline = time.monotonic() + 60
+    while b"tokens_per_s" not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"tokens_per_s" in content
     assert run_dir.name.encode() in content
 
