@@ -108,7 +108,7 @@ def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
 def gate(arguments: argparse.Namespace) -> int:
     """As `compare --fail-on-regression`, with the same exit codes; the comment is its Markdown."""
     text = io.StringIO()
-    options = {"across_devices": False, "day_spread": None, "fail_on_regression": arguments.limit}
+    options = {"across_devices": False, "verbose": True, "day_spread": None, "fail_on_regression": arguments.limit}
     wanted = argparse.Namespace(a=arguments.a, b=arguments.b, format="markdown", **options)
     with contextlib.redirect_stdout(text):
         code = compare(wanted)
