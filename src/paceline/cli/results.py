@@ -209,8 +209,8 @@ def conclude(
     screen.print(presentation.section_group(report) if verbose else presentation.brief_group(report))
     lines = presentation.recommendation_lines(report) if verbose else presentation.brief_lines(report)
     # The headline may be the whole answer.
-    told = summary.headline(report)
-    lines = [line for line in lines if verbose or line.rstrip(".") != told]
+    headline = summary.headline(report)
+    lines = [line for line in lines if verbose or line.rstrip(".") != headline]
     for line in (*lines, *(f"skipped: {text}" for text in report.skipped)):
         screen.print(line, highlight=False, markup=False)
     files = _write(report, exporters, directory)

@@ -14,7 +14,7 @@ from paceline.errors import RequestError, did_you_mean
 from paceline.host import machine
 
 _ADAPTERS = re.compile(r"(\d+)\s*x\s*(?:hdr|ndr|edr)?\s*(\d+)\s*(?:gb)?", re.IGNORECASE)
-# Stands for a process of a machine without GPUs; its rates are measured (`processors.measured_cpu`).
+# A process of a machine without GPUs; its rates are measured (`processors.measured_cpu`).
 CPU = "cpu"
 _TOTAL = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gbps|gb/s|gbe|g)\b", re.IGNORECASE)
 

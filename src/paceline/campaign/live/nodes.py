@@ -292,7 +292,7 @@ def straggler(last: Sequence[int | None], nodes: Sequence[NodeReading], per_node
 def suspects(nodes: Sequence[NodeReading]) -> Iterable[str]:
     """GPUs that run hot or slower than their peers, each as one sentence; the first few only."""
     busy = [gpu.sm_clock_hz for node in nodes for gpu in node.gpus if gpu.sm_clock_hz and _is_busy(gpu)]
-    usual, told = median(busy) if len(busy) > 1 else None, 0
+    usual, named = median(busy) if len(busy) > 1 else None, 0
     for node in nodes:
         for index, gpu in enumerate(node.gpus):
             hot = sorted(HEAT_REASONS & set(gpu.throttle_reasons or ()))
@@ -301,8 +301,8 @@ def suspects(nodes: Sequence[NodeReading]) -> Iterable[str]:
                 continue
             why = ", ".join(hot) or f"{(gpu.sm_clock_hz or 0) / 1e6:.0f} MHz, its peers {(usual or 0) / 1e6:.0f}"
             yield f"{node.host} GPU {index}: {why}"
-            told += 1
-            if told == MOST_SUSPECTS:
+            named += 1
+            if named == MOST_SUSPECTS:
                 return
 
 

@@ -21,7 +21,7 @@ from paceline.prediction.setup import Setup
 
 # Compute capability of each generation, as far as the size of cuBLAS's workspace depends on it.
 _MAJOR = {"cpu": 0, "volta": 7, "ampere": 8, "ampere-small": 8, "ada": 8, "hopper": 9, "blackwell": 10}
-# Programs whose memory Paceline's own run stands for.
+# Programs that need as much memory as Paceline's own run.
 _OWN_PROGRAMS = ("generic", "paceline", "peft")
 
 

@@ -1,6 +1,6 @@
 """The HTTP server of `paceline ui`: read-only, for browsers of this user.
 
-It listens on loopback unless told otherwise. A request must name a host that cannot be somebody's own domain (a page of
+It listens on loopback by default. A request must name a host that cannot be somebody's own domain (a page of
 another site could otherwise read this one by DNS rebinding), and bring the token if there is one: once in the address,
 then as a cookie that only this server gets, or as `Authorization: Bearer` from programs.
 """
