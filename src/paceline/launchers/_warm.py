@@ -4,7 +4,8 @@ Importing torch and DeepSpeed in torchrun and in every rank takes longer than a 
 processes take part:
 
     controller   starts the warm process, sends it one request per run, and reads the exit code of each run
-    warm process imports torch and what the strategy preloads; forks one supervisor per run; starts no thread
+    warm process imports torch; forks one supervisor per run; starts no thread. A strategy with imports of its own has
+                 a second warm process, forked from the first, so that its imports do not count in the memory of others
     supervisor   leads a session of its own, forks the ranks, waits for them, and ends all of them when one fails
 
 Each run has a socket between controller and supervisor. The supervisor writes its process id and then its exit code.
@@ -34,8 +35,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.errors import PacelineError
+from paceline.experiment import plugins
 from paceline.host.processes import GRACE_S, end_with_parent
 from paceline.launchers.node import placement, torchrun
+from paceline.results import store
 
 MAX_REQUEST_BYTES = 1 << 16
 _warm: dict[str, WarmProcess] = {}
@@ -48,7 +51,7 @@ _warm: dict[str, WarmProcess] = {}
 class WarmProcess:
     """A process that forks supervisors: its request socket, and the environment that its imports have read."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRun
     requests: socket.socket
     environment: Mapping[str, str]
     directory: str
@@ -64,10 +67,11 @@ class WarmProcess:
 
 @dataclass(slots=True)
 class ForkedRun:
-    """The ranks of one run, with the methods of `subprocess.Popen` that the launcher local uses."""
+    """The ranks of one run, with the methods of `subprocess.Popen` that the launcher local uses. Also a warm process
+    that was forked from another."""
 
     link: socket.socket
-    server: subprocess.Popen[bytes]
+    server: subprocess.Popen[bytes] | ForkedRun
     received: bytes = b""
     ended: bool = False
     returncode: int | None = field(default=None)
@@ -123,29 +127,31 @@ def start(settings: Mapping[str, Any], environment: Mapping[str, str], log: Path
     The warm process is restarted if it has died, or if the environment differs: variables such as OMP_NUM_THREADS are
     only read during the import. Its own output is in the log of the run that started it.
     """
-    strategy = settings["preload"]
     request = json.dumps({"run_dir": settings["run_dir"], "processes": settings["processes"]}).encode()
     ours, theirs = socket.socketpair()
     with log.open("wb") as output, theirs:
-        known = _warm.get(strategy)
-        if known and (
-            known.process.poll() is not None or (known.environment, known.directory) != (environment, str(Path.cwd()))
-        ):
-            known.close()
-            known = None
-        server = known or _start_warm_process(strategy, environment, output.fileno())
-        _warm[strategy] = server
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # If it dies now, the run ends without an exit code.
-            socket.send_fds(server.requests, [request], [theirs.fileno(), output.fileno()])
+        server = _warm_process(settings["preload"], environment, output.fileno())
+        _send(server, request, theirs.fileno(), output.fileno())
     return ForkedRun(ours, server.process)
 
 
-def _start_warm_process(strategy: str, environment: Mapping[str, str], output: int) -> WarmProcess:
+def _warm_process(strategy: str, environment: Mapping[str, str], output: int) -> WarmProcess:
+    """The living warm process of a strategy with this environment, which may be a new one."""
+    known = _warm.get(strategy)
+    if known and (known.process.poll() is not None or known.environment != environment or known.directory != _here()):
+        known.close()
+        known = None
+    if known is None:
+        begin = _fork_warm_process if strategy else _start_warm_process
+        known = _warm[strategy] = begin(strategy, environment, output)
+    return known
+
+
+def _start_warm_process(_: str, environment: Mapping[str, str], output: int) -> WarmProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), *([strategy] if strategy else [])],
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -154,7 +160,27 @@ def _start_warm_process(strategy: str, environment: Mapping[str, str], output: i
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-    return WarmProcess(process, ours, dict(environment), str(Path.cwd()))
+    return WarmProcess(process, ours, dict(environment), _here())
+
+
+def _fork_warm_process(strategy: str, environment: Mapping[str, str], output: int) -> WarmProcess:
+    """One that has torch from the warm process of all strategies, and imports the rest."""
+    first = _warm_process("", environment, output)
+    link, their_link = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with their_link, theirs:
+        _send(first, json.dumps({"preload": strategy}).encode(), their_link.fileno(), output, theirs.fileno())
+    return WarmProcess(ForkedRun(link, first.process), ours, dict(environment), _here())
+
+
+def _send(server: WarmProcess, request: bytes, *files: int) -> None:
+    # If it dies now, what was requested ends without an exit code.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        socket.send_fds(server.requests, [request], files)
+
+
+def _here() -> str:
+    return str(Path.cwd())
 
 
 def close() -> None:
@@ -167,16 +193,21 @@ def close() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Import once, then fork a supervisor for every request until the controller closes the socket."""
+    """Import torch, then fork a process for every request until the controller closes the socket."""
     requests = socket.socket(fileno=int(argv[1]))
     requests.set_inheritable(False)
-    preload(argv[2] if len(argv) > 2 else None)
+    preload()
+    serve(requests)
+
+
+def serve(requests: socket.socket, link: socket.socket | None = None) -> NoReturn:
+    """Fork a supervisor, or a warm process of a strategy, for every request. link: open as long as this one lives."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         sys.exit(f"{threads} threads run after the imports, and only one survives a fork: use local:warm=false")
     while True:
-        message, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
-        # Supervisors that have ended keep their process ids until here.
+        message, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
+        # Processes that have ended keep their process ids until here.
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -184,35 +215,60 @@ def main(argv: list[str]) -> None:
             # Skip the garbage collection of all of torch at exit.
             os._exit(0)
         if os.fork() == 0:
-            requests.close()
-            _become_supervisor(json.loads(message), *files)
+            for inherited in filter(None, (requests, link)):
+                inherited.close()
+            request = json.loads(message)
+            _become_warm_process(request, *files) if "preload" in request else _become_supervisor(request, *files)
         for file in files:
             os.close(file)
 
 
-def preload(strategy: str | None) -> None:
-    """Import what every rank of this strategy imports, without starting a thread or using a device."""
+def preload(strategy: str | None = None) -> None:
+    """Import what every rank imports, and what those of a strategy import besides, without starting a thread or using
+    a device."""
     # Ranks enable it again. A collection here would make no difference to them, but takes most of a second.
     gc.disable()
     for name in ("torch._dynamo", "torch.distributed", "paceline.workloads.worker"):
         importlib.import_module(name)
     if strategy is not None:
-        from paceline.experiment.plugins import load
-
         # The rank itself reports a missing package.
         with contextlib.suppress(PacelineError, ImportError):
-            load("strategies", strategy).preload("cpu")
+            plugins.load("strategies", strategy).preload("cpu")
+    # A collection in a rank would scan all of this, and copy every page of it that the ranks share.
+    gc.freeze()
+
+
+def _become_warm_process(request: Mapping[str, Any], link_file: int, log_file: int, requests_file: int) -> NoReturn:
+    # As the first one, it ends when the controller closes the socket of requests.
+    link = _begin(link_file, log_file)
+    try:
+        preload(request["preload"])
+        serve(socket.socket(fileno=requests_file), link)
+    except SystemExit as end:
+        sys.stderr.write(f"{end}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        link.close()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _begin(link_file: int, log_file: int) -> socket.socket:
+    """Start as a process of its own: a new session, output to the log, and the process id to the controller."""
+    os.setsid()
+    os.dup2(log_file, 1)
+    os.dup2(log_file, 2)
+    os.close(log_file)
+    link = socket.socket(fileno=link_file)
+    link.sendall(f"{os.getpid()}\n".encode())
+    return link
 
 
 def _become_supervisor(request: Mapping[str, Any], link_file: int, log_file: int) -> NoReturn:
     code = 1
-    link = socket.socket(fileno=link_file)
+    link = _begin(link_file, log_file)
     try:
-        os.setsid()
-        os.dup2(log_file, 1)
-        os.dup2(log_file, 2)
-        os.close(log_file)
-        link.sendall(f"{os.getpid()}\n".encode())
         code = supervise(Path(request["run_dir"]), request["processes"], link)
     except BaseException:
         traceback.print_exc()
@@ -232,6 +288,7 @@ def supervise(
 
     prepare_rank is called in each rank before it begins.
     """
+    load_plugins(run_dir)
     # Connections wait in this socket until the store answers. The store starts a thread, so it comes after the forks.
     rendezvous = torchrun.listen()
     port = rendezvous.getsockname()[1]
@@ -261,6 +318,17 @@ def supervise(
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def load_plugins(run_dir: Path) -> None:
+    """Import the workload and the strategy of a run before its ranks are forked, if they are Paceline's own: modules of
+    users may start threads, or read the rank."""
+    # The rank itself reports what is wrong with them.
+    with contextlib.suppress(PacelineError, ImportError):
+        spec = store.read_spec(run_dir)
+        for kind, choice in (("workloads", spec.workload), ("strategies", spec.strategy)):
+            if choice is not None and plugins.is_shipped(kind, choice.name):
+                plugins.load(kind, choice.name)
 
 
 def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callable[[int], None] | None) -> NoReturn:
