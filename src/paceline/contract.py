@@ -47,7 +47,8 @@ class Trainer(Protocol):
     A trainer with `interleaves = True` runs forward and backward of a step in one schedule, inside the last call of
     `backward`; their times are then not recorded apart. A trainer that can resume also has `save(folder)` and
     `load(folder)`, called on every rank between two steps. They store the parameters and the optimizer state exactly,
-    each rank its own part.
+    each rank its own part. A trainer that does not communicate in every step has `period`, the number of steps after
+    which its communication repeats.
     """
 
     @property
@@ -160,6 +161,9 @@ class Strategy(Protocol):
 
     A strategy that imports large packages also has `preload(device)`, which imports them without starting a thread or
     using a device. Ranks on a CPU are forked from a process that has called it (see `launchers.local`).
+
+    A strategy that changes the arithmetic on purpose has `approximation(options)`, which says in words how, or returns
+    None if these options do not. Its runs are then not equal work (see docs/compression.md).
     """
 
     def check(self, spec: RunSpec) -> str | None: ...

@@ -72,6 +72,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("here", "kubernetes", "ray", "slurm", "ssh"),
         ("local",),
         ("image", "_job", "_warm"),
+        ("_network",),
         ("node",),
     ),
     "serving": (

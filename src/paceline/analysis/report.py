@@ -13,7 +13,7 @@ import yaml
 
 from paceline import __version__
 from paceline.analysis.compare import cells as compare
-from paceline.analysis.compare import comparable, effects, history, recommend, scaling
+from paceline.analysis.compare import comparable, effects, history, recommend, scaling, tradeoffs
 from paceline.analysis.cost import claims, served, training
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, RunFinding
@@ -110,6 +110,7 @@ def build(
         pairs=network.pairs,
         explanations=scaling.explain(grown.points, cells, network.fits, sound),
         layouts=layouts.analyse(sound),
+        tradeoffs=tradeoffs.analyse(cells),
         memory=memory_found.rows,
         frontier=memory_found.frontier,
         memory_advice=memory.all_advice(ordered),

@@ -66,6 +66,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "sharded_parts": ("options",),
         "wire_bytes": ("traffic",),
         "reductions_per_step": ("options", "accumulation"),
+        "approximation": ("options",),
         "inline": ("options",),
         "layout": ("options", "world_size"),
         "expand": ("name", "options", "nodes", "processes_per_node"),
@@ -114,14 +115,15 @@ class Traits:
 
 # Constants that a plugin may declare, with the value that applies where it does not.
 # UNMEASURED: options on which no measured number depends, each with what it decides instead; they are not part of the
-# run id. HERE: ranks are processes of this host. STARTS: the engine starts its servers on the devices of its ranks.
+# run id. AXES: options of a launcher that tables show as an axis where they are set. HERE: ranks are processes of this
+# host. STARTS: the engine starts its servers on the devices of its ranks.
 # USER_ONLY: options that are never taken from a capsule or an experiment of somebody else, each with what it decides
 # (see `foreign`). PADS_SHARDS: the strategy pads what it shards to equal rows per rank. SHORT_NAMES: other names for it
 # with some options set, each with a description; its function `expand` returns these options.
 DECLARED: dict[str, dict[str, Any]] = {
     "workloads": {"TRAITS": Traits()},
     "strategies": {"PADS_SHARDS": False, "SHORT_NAMES": {}, "USER_ONLY": {}},
-    "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}},
+    "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}, "AXES": ()},
     "engines": {"UNMEASURED": {}, "STARTS": False, "USER_ONLY": {}},
     "exporters": {},
 }

@@ -300,6 +300,16 @@ class RunSpec:
         """Whether runs of this workload must prove equal work before they are ranked."""
         return self.traits.certified
 
+    @cached_property
+    def approximation(self) -> str | None:
+        """What the strategy does on purpose instead of the reference's arithmetic, in words; None if nothing.
+
+        Such runs are not equal work: they are compared by speed, bytes and loss together (`compare.tradeoffs`).
+        """
+        plugin = plugins.find("strategies", self.strategy.name) if self.strategy else None
+        described = getattr(plugin, "approximation", None)
+        return described(self.strategy.options) if described and self.strategy else None
+
     @property
     def starts_servers(self) -> bool:
         """Whether the engine runs on this run's devices; otherwise its endpoints are elsewhere, as are their gauges."""
@@ -377,6 +387,12 @@ class RunSpec:
     def data_text(self) -> str:
         return _short_name(self.training.data, self.contents.get("data"))
 
+    @property
+    def launcher_axes(self) -> dict[str, Scalar]:
+        """Options of the launcher that are part of the setting, such as the rate of an emulated network."""
+        declared = (self._declaration("launchers", self.launcher.name) or {}).get("AXES", ())
+        return {name: self.launcher.options[name] for name in declared if name in self.launcher.options}
+
     def axes(self) -> dict[str, Scalar]:
         """The flat fields by which people distinguish runs in tables, filters and plots."""
         t, s = self.training, self.serving
@@ -424,6 +440,7 @@ class RunSpec:
                 rank, targets = (self.tuning.rank, self.tuning.targets) if self.tuning.has_adapters else (None, None)
                 axes |= {"method": self.tuning.method, "rank": rank, "targets": targets}
                 axes["optimizer"] = self.tuning.optimizer
+        axes |= self.launcher_axes
         if self.env:
             axes["env"] = " ".join(f"{name}={value}" for name, value in self.env.items())
         if not self.script:

@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 from paceline.errors import PacelineError
 from paceline.experiment import plugins
 from paceline.host.processes import GRACE_S, end_with_parent
+from paceline.launchers._network import BRIDGE, Network
 from paceline.launchers.node import placement, torchrun
 from paceline.results import store
 
@@ -127,7 +128,7 @@ def start(settings: Mapping[str, Any], environment: Mapping[str, str], log: Path
     The warm process is restarted if it has died, or if the environment differs: variables such as OMP_NUM_THREADS are
     only read during the import. Its own output is in the log of the run that started it.
     """
-    request = json.dumps({"run_dir": settings["run_dir"], "processes": settings["processes"]}).encode()
+    request = json.dumps({key: value for key, value in settings.items() if key != "preload"}).encode()
     ours, theirs = socket.socketpair()
     with log.open("wb") as output, theirs:
         server = _warm_process(settings["preload"], environment, output.fileno())
@@ -269,7 +270,11 @@ def _become_supervisor(request: Mapping[str, Any], link_file: int, log_file: int
     code = 1
     link = _begin(link_file, log_file)
     try:
-        code = supervise(Path(request["run_dir"]), request["processes"], link)
+        mbit = request.get("network_mbit")
+        network = Network(request["processes"], mbit) if mbit else None
+        code = supervise(
+            Path(request["run_dir"]), request["processes"], link, network.join if network else None, network
+        )
     except BaseException:
         traceback.print_exc()
     finally:
@@ -282,18 +287,23 @@ def _become_supervisor(request: Mapping[str, Any], link_file: int, log_file: int
 
 
 def supervise(
-    run_dir: Path, processes: int, link: socket.socket, prepare_rank: Callable[[int], None] | None = None
+    run_dir: Path,
+    processes: int,
+    link: socket.socket,
+    prepare_rank: Callable[[int], None] | None = None,
+    network: Network | None = None,
 ) -> int:
     """Fork the ranks and wait for them. Returns 0 if all succeeded; a failure, or the end of the link, ends the others.
 
-    prepare_rank is called in each rank before it begins.
+    prepare_rank is called in each rank before it begins. The ranks of a `network` join it there.
     """
     load_plugins(run_dir)
     # Connections wait in this socket until the store answers. The store starts a thread, so it comes after the forks.
-    rendezvous = torchrun.listen()
+    address = BRIDGE if network is not None else torchrun.LOOPBACK
+    rendezvous = torchrun.listen(address)
     port = rendezvous.getsockname()[1]
     shared = {
-        "MASTER_ADDR": torchrun.LOOPBACK,
+        "MASTER_ADDR": address,
         "MASTER_PORT": port,
         "WORLD_SIZE": processes,
         "LOCAL_WORLD_SIZE": processes,
@@ -312,6 +322,8 @@ def supervise(
                 rendezvous.close()
                 _become_rank(rank, run_dir, supervisor, prepare_rank)
             ranks[pid] = rank
+        if network is not None:
+            network.connect({rank: pid for pid, rank in ranks.items()})
         _store = torchrun.serve(rendezvous)
         return _wait(ranks, link)
     finally:

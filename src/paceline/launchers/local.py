@@ -18,12 +18,14 @@ from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.processes import end_all, end_with_parent
-from paceline.launchers import _warm
+from paceline.launchers import _network, _warm
 from paceline.launchers._job import rank_environment
 from paceline.launchers.node import placement
 
 # Ranks are processes of this host.
 HERE = True
+# Tables name these beside the launcher.
+AXES = ("network_mbit",)
 _children: dict[int | str, subprocess.Popen[bytes] | _warm.ForkedRun] = {}
 
 
@@ -35,14 +37,20 @@ class Options:
     starts them in all other cases, because CUDA and thread pools do not survive a fork.
 
     shared_gpu: run all ranks on GPU 0, each with its own NCCL host name, to test multi-rank code; not a measurement.
+
+    network_mbit: emulate a network between the ranks, with links of so many Mbit/s in each direction. 0: loopback.
     """
 
     threads: int = 1
     warm: bool = True
     shared_gpu: bool = False
+    network_mbit: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.threads >= 1, "local.threads", self.threads, "a whole number, 1 or more")
+        low, high = _network.LOWEST_MBIT, _network.HIGHEST_MBIT
+        valid = not self.network_mbit or low <= self.network_mbit <= high
+        require(valid, "local.network_mbit", self.network_mbit, f"0 for none, or Mbit/s from {low:g} to {high:g}")
 
 
 def check(spec: RunSpec) -> str | None:
@@ -50,12 +58,29 @@ def check(spec: RunSpec) -> str | None:
     topology = spec.topology
     if topology.nodes != 1:
         return f"the launcher local supports one node, not {topology.nodes}"
+    if chosen.network_mbit and (reason := _why_no_network(spec, chosen)):
+        return reason
     gpus = machine.device_count()
     if topology.device == "cuda" and not chosen.shared_gpu and topology.processes_per_node > gpus:
         count = topology.processes_per_node
         needed = f"{count} processes need {count} GPUs" if count > 1 else "1 process needs a GPU"
         return f"{needed}; this machine has {gpus or 'none'}"
     return None
+
+
+def _why_no_network(spec: RunSpec, chosen: Options) -> str | None:
+    if spec.topology.device != "cpu" or not _forks(spec, chosen):
+        return "an emulated network (local:network_mbit) is for training on a CPU with one thread and warm=true"
+    if spec.topology.world_size > _network.MOST_HOSTS:
+        return f"an emulated network has at most {_network.MOST_HOSTS} hosts, got {spec.topology.world_size}"
+    return _network.why_not()
+
+
+def _forks(spec: RunSpec, chosen: Options) -> bool:
+    """Whether the ranks are forked from a warm process; torchrun starts them otherwise."""
+    trains_here = spec.is_trained and spec.script is None
+    is_plain = chosen.warm and chosen.threads == 1 and spec.topology.device == "cpu"
+    return is_plain and trains_here and sys.platform == "linux"
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
@@ -76,15 +101,14 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     if chosen.shared_gpu:
         env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
     # Forking then replaces the command above; see _warm.
-    trains_here = spec.is_trained and spec.script is None
-    forks = chosen.warm and chosen.threads == 1 and topology.device == "cpu" and trains_here
     settings: dict[str, Any] = {}
-    if forks and sys.platform == "linux":
+    if _forks(spec, chosen):
         # A strategy with imports of its own gets its own warm process, so that they do not count in the resident memory
         # of other strategies.
         strategy = spec.strategy.name if spec.strategy is not None else ""
         preload = strategy if strategy and hasattr(load("strategies", strategy), "preload") else ""
         settings = {"run_dir": str(run_dir), "processes": topology.processes_per_node, "preload": preload}
+        settings |= {"network_mbit": chosen.network_mbit} if chosen.network_mbit else {}
     return Job(argv=argv, env=env, log=str(run_dir / "log.txt"), settings=settings)
 
 

@@ -24,6 +24,7 @@ from paceline.report.tables import (
     nodes,
     paired,
     served,
+    tradeoffs,
 )
 from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes
@@ -67,6 +68,9 @@ def answer(report: Report) -> tuple[str, str]:
     """The two sentences; the second may be empty. A designed experiment answers with its effects."""
     if designed := effects.sentences(report):
         return designed[:2]
+    if report.tradeoffs:
+        traded = [row.text for row in tradeoffs.best_first(report)]
+        return traded[0], traded[1] if len(traded) > 1 else ""
     found = headline(report)
     if found is not None:
         first = first_sentence(found.text)[0]

@@ -31,6 +31,7 @@ from paceline.report.tables import (
     served_verdicts,
     served_work,
     table,
+    tradeoffs,
     verdicts,
 )
 from paceline.report.tables.table import Table
@@ -90,6 +91,7 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
             text=NOTHING_RANKED if trains and not ranked else "",
             note=table.common(report) if trains else "",
         ),
+        Section(name="tradeoffs", title="Speed, bytes and loss", tables=tradeoffs.tables(report)),
         Section(name="charts", title="Charts", charts=tuple(chart for chart in drawn if chart.section == EVERYWHERE)),
         Section(name="scaling", title="Scaling", tables=_known(scaling.efficiency(report))),
         Section(name="loss", title="Where the step time goes", tables=_known(scaling.explanation(report))),

@@ -17,7 +17,8 @@ from paceline.report import answer as sentences
 from paceline.report.charts import Chart
 from paceline.report.charts.fabric import BUSBW
 from paceline.report.charts.front import PARETO, PER_USER, PREDICTED, SCALED, lead_group
-from paceline.report.tables import finetuning, served
+from paceline.report.charts.tradeoffs import COMPRESSION
+from paceline.report.tables import finetuning, served, tradeoffs
 from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import number
 from paceline.report.tables.table import certified_sentence, first_sentence
@@ -29,7 +30,7 @@ from paceline.wording import direction, format_own, format_parts, listed, places
 MOST_WORDS = 15
 # The main chart is the first of these that the report has; a name ends where several charts share a beginning.
 MAIN = (
-    *("effects", f"{SCALED}_", PARETO, PER_USER, "served_curve", "nodes", BUSBW, PREDICTED),
+    *("effects", COMPRESSION, f"{SCALED}_", PARETO, PER_USER, "served_curve", "nodes", BUSBW, PREDICTED),
     *("frontier", "ceilings_products", "pairs", "throughput", "served_distributions", "served_in_flight", "memory"),
     *("ceilings_copies", "collective_time_", "loss"),
 )
@@ -82,6 +83,7 @@ def headline(report: Report) -> str:
     found = sentences.headline(report)
     candidates = [
         _effects(report) if design and design.effects else "",
+        tradeoffs.headline(report),
         _choice(report, found) if found and found.metric in (THROUGHPUT, MEMORY) else "",
         _served(report),
         finetuning.sentence(report),

@@ -17,7 +17,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import load as load_shape
-from paceline.results.records import ComponentSample, Evidence, PipelineSample
+from paceline.results.records import ComponentSample, Evidence, PipelineSample, WireSample
 from paceline.training.data.corpus import check_data, row_bytes
 from paceline.training.instruments import attention_backends
 
@@ -154,8 +154,10 @@ def audit(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder, first: int)
     """
     from paceline.training.observation import Audit
 
-    steps = range(first, first + SECOND_PASS)
-    audited = random.Random(spec.run_id).sample(steps, AUDITED_STEPS)
+    # A trainer that does not communicate in every step is followed until it repeats itself.
+    period = getattr(loop.trainer, "period", 1)
+    steps = range(first, first + max(SECOND_PASS, period))
+    audited = random.Random(spec.run_id).sample(steps, AUDITED_STEPS) if period == 1 else steps[:period]
     for step in steps:
         watch = Audit()
         with watch.watching() if step in audited else contextlib.nullcontext():
@@ -163,8 +165,22 @@ def audit(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder, first: int)
         if step in audited:
             for operators in watch.samples(seat.rank, step):
                 recorder.add(operators)
-            for collectives in watch.wire.samples(seat.rank, step) if spec.topology.world_size > 1 else ():
+            counted = watch.wire.samples(seat.rank, step) if spec.topology.world_size > 1 else []
+            for collectives in counted or ([nothing_sent(seat, step)] if period > 1 else []):
                 recorder.add(collectives)
+
+
+def nothing_sent(seat: Seat, step: int) -> WireSample:
+    """A step without a collective, which counts in the mean of its period."""
+    return WireSample(
+        rank=seat.rank,
+        step=step,
+        operation="all_reduce",
+        dtype="fp32",
+        group_size=seat.world_size,
+        calls=0,
+        payload_bytes=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

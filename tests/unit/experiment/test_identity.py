@@ -23,7 +23,7 @@ MEASURED = {
         output scratch python container_image container_mounts env setup srun_arguments threads""",
     "ssh": "hosts jump ssh_config python shared scratch env forward threads",
     "ray": "address placement gpus cpus threads resources env scratch",
-    "local": "threads warm shared_gpu",
+    "local": "threads warm shared_gpu network_mbit",
     "here": "threads",
 }
 LAUNCHERS = sorted(MEASURED)

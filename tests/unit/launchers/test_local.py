@@ -122,3 +122,23 @@ def test_a_job_ends_with_its_controller(tmp_path: Path) -> None:
     orphan = int(done.stdout)
     psutil.wait_procs([psutil.Process(orphan)] if psutil.pid_exists(orphan) else [], timeout=30)
     assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
+
+
+# --- an emulated network ---
+
+
+def test_an_emulated_network_is_unsupported_where_namespaces_are_not_allowed(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.launchers import _network
+
+    limited = make_spec("ddp", launcher="local:network_mbit=100")
+    monkeypatch.setattr(_network.os, "geteuid", lambda: 1000)
+    assert "only root" in (local.check(limited) or "")
+    monkeypatch.setattr(_network.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(_network.shutil, "which", lambda tool: None)
+    assert "needs ip and tc" in (local.check(limited) or "")
+    threads = make_spec("ddp", launcher="local:network_mbit=100,threads=2")
+    assert "one thread" in (local.check(threads) or "")
+    with pytest.raises(RequestError, match=r"local.network_mbit: got 0.5, expected 0 for none, or Mbit/s from 1"):
+        local.check(make_spec("ddp", launcher="local:network_mbit=0.5"))

@@ -86,6 +86,9 @@ def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
     """Equal for cells that agree in everything but `fields`, on one kind of device, with the same debug switches."""
     skipped = set(fields)
     rest = {name: value for name, value in cell.fields.items() if name not in skipped}
+    # A strategy that changes the arithmetic is compared in `tradeoffs` only.
+    if cell.spec.approximation is not None:
+        more = {"approximation": cell.spec.approximation, **more}
     same = [rest, more, device_kind(cell), cell.switches, cell.shared_gpu]
     return json.dumps([*same, *([cell.observed_work] if cell.spec.script else [])], sort_keys=True)
 
@@ -155,7 +158,9 @@ def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> l
 def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
     def key(cell: Cell) -> str:
         keeps_batch = axis in ("strategy", "micro_batch") and not cell.spec.script
-        same = {"global_batch": cell.spec.global_batch} if keeps_batch else {}
+        same: dict[str, object] = {"global_batch": cell.spec.global_batch} if keeps_batch else {}
+        if axis == "launcher" and cell.spec.launcher_axes:
+            same |= {"launcher": cell.spec.launcher_axes}
         return key_without(cell, (*AXES.get(axis, ()), f"script.parameters.{axis}"), **same)
 
     usable = [

@@ -44,6 +44,9 @@ from paceline.analysis.findings.served import (
     ServedTrace,
     ServedVerdict,
 )
+from paceline.analysis.findings.tradeoffs import LossTrace as LossTrace
+from paceline.analysis.findings.tradeoffs import Relative as Relative
+from paceline.analysis.findings.tradeoffs import Tradeoff as Tradeoff
 from paceline.analysis.findings.training import (
     BETTER,
     CERTIFIED,

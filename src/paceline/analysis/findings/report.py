@@ -29,6 +29,7 @@ from paceline.analysis.findings.served import (
     ServedShapes,
     ServedVerdict,
 )
+from paceline.analysis.findings.tradeoffs import Tradeoff
 from paceline.analysis.findings.training import (
     Bottleneck,
     Certificate,
@@ -87,6 +88,7 @@ class Report:
     pairs: tuple[Pair, ...] = ()
     explanations: tuple[ScalingExplanation, ...] = ()
     layouts: tuple[LayoutRow, ...] = ()
+    tradeoffs: tuple[Tradeoff, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     memory_advice: tuple[MemoryAdvice, ...] = ()

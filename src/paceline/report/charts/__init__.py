@@ -1,7 +1,7 @@
 """Charts as data: points, units and texts. The renderers (page/charts.js and exporters/_matplotlib.py) place pixels.
 
-chart < front, training, proof, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A
-new chart is a function from the report to charts and a line in BUILDERS.
+chart < front, training, proof, effects, money, time, tradeoffs, memory, nodes, fabric, ceilings, gauges, served <
+served_time. A new chart is a function from the report to charts and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paceline.report.charts import (
     served,
     served_time,
     time,
+    tradeoffs,
     training,
 )
 from paceline.report.charts.chart import EVERYWHERE, SERVED, Axis, Chart, Point, Rule, Series, Span
@@ -40,6 +41,8 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     effects.effects,
     front.scaled,
     front.pareto,
+    tradeoffs.speed_by_rate,
+    tradeoffs.loss,
     training.throughput,
     training.step_time,
     training.phases,

@@ -21,6 +21,7 @@ KEYS = [
         "pairs",
         "explanations",
         "layouts",
+        "tradeoffs",
         "memory",
         "frontier",
         "memory_advice",

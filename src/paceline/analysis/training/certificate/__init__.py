@@ -29,7 +29,12 @@ from paceline.analysis.training.certificate.settings import (
     parameter_groups,
     precision_switches,
 )
-from paceline.analysis.training.certificate.traffic import gradients_reduced, only_adapters, wire_dtype
+from paceline.analysis.training.certificate.traffic import (
+    declared_traffic,
+    gradients_reduced,
+    only_adapters,
+    wire_dtype,
+)
 from paceline.analysis.training.certificate.trajectory import (
     compared_deviations,
     finite_loss,
@@ -88,7 +93,7 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
 def _judge(run: Observed, standard: Standard) -> Certificate:
     checks = [
         dataclasses.replace(check, basis=basis)
-        for decide, basis in CHECKS
+        for decide, basis in (APPROXIMATE_CHECKS if run.spec.approximation else CHECKS)
         if (check := decide(run, standard)) is not None
     ]
     return Certificate(
@@ -104,6 +109,7 @@ def _judge(run: Observed, standard: Standard) -> Certificate:
 
 
 OBSERVED, COUNTED, DECLARED = "observed", "counted", "declared"
+_TRAJECTORIES = (trajectory(LOSS), trajectory(NORM))
 CHECKS: tuple[tuple[Callable[[Observed, Standard], Check | None], str], ...] = (
     (completed_reference, OBSERVED),
     (initial_weights, OBSERVED),
@@ -127,9 +133,15 @@ CHECKS: tuple[tuple[Callable[[Observed, Standard], Check | None], str], ...] = (
     (clipping, OBSERVED),
     (precision_switches, OBSERVED),
     (finite_loss, OBSERVED),
-    (trajectory(LOSS), OBSERVED),
-    (trajectory(NORM), OBSERVED),
+    *((check, OBSERVED) for check in _TRAJECTORIES),
     (norms_agree, OBSERVED),
     (replicas_agree, OBSERVED),
     (debug_switches, OBSERVED),
+)
+# Of a strategy that declares other arithmetic. Start, data, tokens, updates, products and optimizer are still proved;
+# what was reduced and where that led is what such runs are compared by.
+_BY_ARITHMETIC = (wire_dtype, gradients_reduced, only_adapters, moved, ranks_agree, norms_agree, *_TRAJECTORIES)
+APPROXIMATE_CHECKS = (
+    *((check, basis) for check, basis in CHECKS if check not in _BY_ARITHMETIC),
+    (declared_traffic, COUNTED),
 )

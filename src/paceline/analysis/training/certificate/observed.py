@@ -112,7 +112,8 @@ def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Stand
     numbers = sorted(set(StepSeries.of(reference.steps).column("variant")) - {0})
     variants = tuple(observe(reference, number) for number in numbers)
     base = observe(reference)
-    cells = {name: _cells_after(base, group, values) for name, values in QUANTITIES.items()}
+    exact = [run for run in group if run.spec.approximation is None]
+    cells = {name: _cells_after(base, exact, values) for name, values in QUANTITIES.items()}
     return Standard(base, variants, "", tuple(group), cells)
 
 

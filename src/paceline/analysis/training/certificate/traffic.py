@@ -94,6 +94,15 @@ def gradients_reduced(run: Observed, standard: Standard) -> Check | None:
     return checked("gradients reduced", f"at least {least:,} bytes on every rank", problems, seen)
 
 
+def declared_traffic(run: Observed, standard: Standard) -> Check:
+    """For a strategy that declares other arithmetic: what it declares, and the bytes that it really sent."""
+    sent = _payload(run, (*REDUCTIONS, *GATHERS, "all_to_all", "send"))
+    problems = [] if any(sent.values()) or run.spec.topology.world_size == 1 else ["no collective was counted"]
+    per_step = sum(sent.values()) / max(len(sent), 1)
+    seen = f"{per_step:,.0f} bytes in collectives per step and rank"
+    return checked("approximation", f"declared, not equal work: {run.spec.approximation}", problems, seen)
+
+
 def wire_dtype(run: Observed, standard: Standard) -> Check:
     """The declared reduction dtype is a claim; this is what the collectives carried."""
     wanted = run.spec.training.precision.reduce

@@ -1,0 +1,85 @@
+"""Strategies that change the arithmetic: never ranked, but compared by bytes, speed and loss over seeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from training_records import build_record, build_spec, build_steps
+
+from paceline.analysis.compare import tradeoffs
+from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Report
+from paceline.analysis.report import build
+from paceline.analysis.statistics.intervals import Ratio
+from paceline.experiment.choices import Choice
+from paceline.report.charts.tradeoffs import speed_by_rate
+from paceline.report.tables import tradeoffs as tables
+from paceline.results.records import RunRecord
+
+SIGNS = "compressed:method=signsgd"
+
+
+def run(strategy: str | None, seed: int, seconds: float, off: float = 0.0, mbit: float | None = None) -> RunRecord:
+    launcher = Choice("local", {"network_mbit": mbit} if mbit else {})
+    reference: dict[str, Any] = {"world_size": 1, "workload": "reference", "accumulation": 4}
+    spec = build_spec(strategy, seed=seed, launcher=launcher, **({} if strategy else reference))
+    return build_record(spec, steps=build_steps(spec, seconds, off=off))
+
+
+def reported(offs: dict[int, float], mbit: float | None = None, seconds: float = 0.5) -> Report:
+    runs = [run(None, seed, 1.0) for seed in offs]
+    runs += [run("ddp", seed, 1.0, mbit=mbit) for seed in offs]
+    runs += [run(SIGNS, seed, seconds + 0.001 * seed, off, mbit) for seed, off in offs.items()]
+    return build(runs, "test")
+
+
+def test_a_loss_beyond_the_tolerance_is_no_fault_but_a_price() -> None:
+    report = reported({1: 0.10, 2: 0.11, 3: 0.12})
+    assert {finding.status for finding in report.runs} == {"ok"}
+    (row,) = report.tradeoffs
+    assert (row.strategy, row.baseline, row.seeds, row.pairs) == (SIGNS, "ddp", 3, 3)
+    assert row.loss.value == pytest.approx(1.11, abs=1e-3)
+    assert row.loss.verdict == WORSE
+    assert row.speed is not None
+    assert row.speed.value == pytest.approx(2.0, rel=0.01)
+    assert row.speed.verdict == BETTER
+    # Half the time: ddp had done 15 of 30 steps, whose last five losses average 4.88; 4.73 * 1.11 is higher.
+    assert row.loss_in_time is not None
+    assert row.loss_in_time.value == pytest.approx(4.73 * 1.11 / 4.88, rel=0.005)
+    assert "1.99 times as fast (faster), loss +11.0 % after 15.36K tokens (higher)" in row.text
+    assert not report.comparisons
+    assert not report.recommendations
+
+
+@pytest.mark.parametrize(
+    ("offs", "verdict"),
+    [({1: 0.004}, INCONCLUSIVE), ({1: 0.0, 2: 0.012, 3: -0.008}, INCONCLUSIVE), ({1: 0.0, 2: 0.0, 3: 1e-4}, EQUAL)],
+)
+def test_a_loss_is_judged_by_the_spread_over_seeds(offs: dict[int, float], verdict: str) -> None:
+    (row,) = reported(offs).tradeoffs
+    assert row.loss.verdict == verdict
+
+
+def test_the_verdict_of_a_loss_needs_two_seeds() -> None:
+    assert tradeoffs.loss_verdict(Ratio(1.2, 0.0, 1, 1))[0] == INCONCLUSIVE
+    assert tradeoffs.loss_verdict(Ratio(0.9, 0.01, 10, 11))[0] == BETTER
+
+
+def test_an_exact_strategy_with_such_a_loss_is_still_invalid() -> None:
+    runs = [run(None, 1, 1.0), run("ddp", 1, 1.0, off=0.1)]
+    assert [finding.status for finding in build(runs, "test").runs if not finding.is_reference] == ["invalid"]
+
+
+def test_rates_of_an_emulated_network_show_where_it_pays() -> None:
+    seeds = {1: 0.0, 2: 1e-4, 3: 0.0}
+    records = [run(None, seed, 1.0) for seed in seeds]
+    for mbit, seconds in ((100.0, 0.5), (1000.0, 1.5)):
+        records += [run("ddp", seed, 1.0 + 0.001 * seed, mbit=mbit) for seed in seeds]
+        records += [run(SIGNS, seed, seconds + 0.002 * seed, off, mbit) for seed, off in seeds.items()]
+    report = build(records, "test")
+    assert [row.axes["network_mbit"] for row in report.tradeoffs] == [100.0, 1000.0]
+    assert not report.recommendations, "the rate of a network is a setting, not a choice"
+    assert tables.pays(report, SIGNS) == "up to 100 Mbit/s"
+    assert [table.title for table in tables.tables(report)] == ["Compared with ddp", "Where it begins to pay"]
+    (chart,) = speed_by_rate(report)
+    assert [(point.x, round(point.y, 1)) for point in chart.points] == [(100.0, 2.0), (1000.0, 0.7)]
