@@ -286,8 +286,7 @@ def _attend(member: Member, patience_s: float) -> Meeting:
 
 def _introduce(member: Member, connection: socket.socket, own: str, patience_s: float) -> dict[str, Any]:
     """Tell node 0 who this is and return its answer; empty if it is not one of node 0 of this run."""
-    connection.settimeout(CONNECT_S)
-    nonce, theirs = secrets.token_hex(16), _receive(connection).get("nonce")
+    nonce, theirs = secrets.token_hex(16), _receive(connection, CONNECT_S).get("nonce")
     if not isinstance(theirs, str):
         return {}
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
@@ -297,8 +296,7 @@ def _introduce(member: Member, connection: socket.socket, own: str, patience_s: 
         hello = {"nonce": nonce, "node": member.node, "host": member.host, **back}
         _send(connection, _signed(member, "node", theirs, nonce, hello))
         # Node 0 may have started later than this node, so its patience counts from here on.
-        connection.settimeout(patience_s + 2 * MARGIN_S)
-        answer = _receive(connection)
+        answer = _receive(connection, patience_s + 2 * MARGIN_S)
     is_ours = _is_signed(member, "node 0", theirs, nonce, answer)
     return answer if is_ours else {"stranger": True} if "stranger" in answer else {}
 
@@ -327,11 +325,15 @@ def _send(peer: socket.socket, message: dict[str, Any]) -> None:
         peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(peer: socket.socket) -> dict[str, Any]:
-    """Return the message of one line, empty if there is no valid one."""
-    line = b""
+def _receive(peer: socket.socket, wait_s: float) -> dict[str, Any]:
+    """Return the message of one line, empty if there is no valid one in time."""
+    line, deadline = b"", time.monotonic() + wait_s
     try:
-        while not line.endswith(b"\n") and len(line) < LONGEST_LINE and (more := peer.recv(LONGEST_LINE)):
+        while not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+            # The limit holds for the whole line: a program that sends a byte now and then is not node 0.
+            peer.settimeout(max(0.01, deadline - time.monotonic()))
+            if not (more := peer.recv(LONGEST_LINE)):
+                break
             line += more
     except OSError:
         return {}
@@ -339,11 +341,13 @@ def _receive(peer: socket.socket) -> dict[str, Any]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
+    """Return a message of plain values, empty if it is none. A nested one could be too deep to be signed."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return message if isinstance(message, dict) else {}
+    is_flat = isinstance(message, dict) and not any(isinstance(value, list | dict) for value in message.values())
+    return message if is_flat else {}
 
 
 # --- reachability ---

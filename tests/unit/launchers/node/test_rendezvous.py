@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -216,6 +217,37 @@ def test_strangers_at_the_door_change_nothing(port: int, said: bytes) -> None:
         pool.submit(intrude).result()
         second = pool.submit(come, member(port, 1, nodes=2), 30.0)
         assert (first.result().own, second.result().own) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_a_message_too_deep_to_be_signed_does_not_end_the_rendezvous(port: int) -> None:
+    """Python reads such a message, and fails when it writes it again a few calls deeper."""
+    depth = sys.getrecursionlimit()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(come, member(port, 0, nodes=2), 30.0)
+        for nested in range(depth - 60, depth):
+            with knock(port) as stranger:
+                stranger.sendall(b'{"node": ' + b"[" * nested + b"]" * nested + b"}\n")
+        assert pool.submit(come, member(port, 1, nodes=2), 30.0).result().own == "127.0.0.1"
+        assert first.result().own == "127.0.0.1"
+
+
+def test_a_program_that_answers_byte_by_byte_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "CONNECT_S", 0.3)
+    ended = threading.Event()
+
+    def drip(server: socket.socket) -> int:
+        sent = 0
+        with server.accept()[0] as guest, contextlib.suppress(OSError):
+            while not ended.wait(0.02) and sent < rendezvous.LONGEST_LINE:
+                sent += guest.send(b" ")
+        return sent
+
+    with ThreadPoolExecutor(2) as pool, socket.create_server(("127.0.0.1", port)) as server:
+        dripped = pool.submit(drip, server)
+        with pytest.raises(LaunchError, match="another program than node 0"):
+            pool.submit(rendezvous.join, member(port, 1, nodes=2), 0.1).result()
+        ended.set()
+        assert dripped.result() < rendezvous.LONGEST_LINE
 
 
 def test_many_silent_strangers_keep_no_node_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
