@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import os
-import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+from paceline.campaign.live.local_server import LocalServer, is_loopback, is_own_host, parse_address
 from paceline.campaign.live.nodes import Look, Watches
 from paceline.campaign.live.progress import title
 from paceline.errors import RequestError, Scalar
@@ -60,14 +58,6 @@ NODE_GAUGES = {
 DEVICE_GAUGES = {name: (f"run_gpu_{name}", text) for name, text in GPU_GAUGES.items() if name != "memory_total_bytes"}
 
 
-def parse_address(text: str, option: str = "--serve", example: str = "127.0.0.1:9109") -> tuple[str, int]:
-    """Host and port from HOST:PORT, with an IPv6 host in brackets; port 0 picks a free one."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/\s]+):(\d{1,5})", text)
-    if match is None or int(match[2]) > 65535:
-        raise RequestError(f"{option}: got {text!r}, expected HOST:PORT, such as {example}.")
-    return match[1].strip("[]"), int(match[2])
-
-
 @contextlib.contextmanager
 def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
     """Serve `page()` at /metrics in threads until the block ends; yields the address."""
@@ -94,16 +84,7 @@ def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
         thread.join(timeout=5)
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _server(host: str, port: int, page: Callable[[], str], token: str) -> ThreadingHTTPServer:
-    import socket
-
+def _server(host: str, port: int, page: Callable[[], str], token: str) -> LocalServer:
     class MetricsPage(BaseHTTPRequestHandler):
         # A client that connects and sends nothing must not occupy a thread forever.
         timeout = 10
@@ -116,6 +97,11 @@ def _server(host: str, port: int, page: Callable[[], str], token: str) -> Thread
 
         def _begin(self) -> bytes:
             """Send the header and return the body."""
+            server.has_request(self.connection)
+            # Without a token, a page of another site could read this one by DNS rebinding.
+            if not token and not is_own_host(self.headers.get("Host", ""), host):
+                self.send_error(421, "the Host header names another server")
+                return b""
             given = self.headers.get("Authorization", "").encode(errors="replace")
             if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
                 self.send_error(401, "a token is needed")
@@ -131,16 +117,8 @@ def _server(host: str, port: int, page: Callable[[], str], token: str) -> Thread
         def log_message(self, format: str, *args: object) -> None:
             """Do not log scrapes: they come every few seconds."""
 
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            # Ignore clients that disconnect; report everything else.
-            if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-                super().handle_error(request, client_address)  # type: ignore[arg-type]
-
-    return Server((host, port), MetricsPage)
+    server = LocalServer(host, port, MetricsPage)
+    return server
 
 
 def page_text(

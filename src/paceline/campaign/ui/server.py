@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import os
-import re
 import secrets
 import select
 import socket
@@ -19,10 +17,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from paceline.campaign.live.metrics_endpoint import is_loopback, parse_address
+from paceline.campaign.live.local_server import LocalServer, is_loopback, is_own_host, parse_address
 from paceline.campaign.ui.routes import TEXT, Answer, App
 from paceline.errors import RequestError
 
@@ -32,6 +31,8 @@ DEFAULT_ADDRESS = "127.0.0.1:8501"
 # Streams occupy a thread each.
 MOST_STREAMS = 64
 LEAST_TOKEN = 16
+MOST_FIELDS = 200
+LONGEST_COOKIE = 8192
 FAILED = (
     b"HTTP/1.0 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n"
     b"paceline: this page could not be made; the terminal of `paceline ui` says why.\n"
@@ -73,44 +74,23 @@ def serving(app: App, address: str = DEFAULT_ADDRESS) -> Iterator[str]:
         app.builder.close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(LocalServer):
     def __init__(self, host: str, port: int, app: App, token: str) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.app, self.token, self.own_host = app, token, host
+        self.app, self.token = app, token
         self.closing = threading.Event()
         self.streams = threading.BoundedSemaphore(MOST_STREAMS)
-        super().__init__((host, port), _Handler)
+        super().__init__(host, port, _Handler)
 
     @property
     def cookie(self) -> str:
         # Browsers send cookies to every port of a host.
         return f"paceline-{self.server_address[1]}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        # Ignore clients that disconnect; report everything else, here and to the browser.
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        super().handle_error(request, client_address)
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
-            assert isinstance(request, socket.socket)
             with contextlib.suppress(OSError):
                 request.sendall(FAILED)
-
-
-def is_own_host(header: str, own: str) -> bool:
-    """Whether a Host header names this server: an IP address, `localhost`, the name of this machine, or the address
-    that it listens on. A name that anybody may own is refused, because its owner can point it here."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?", header)
-    if match is None:
-        return False
-    name = match[1].strip("[]").lower().rstrip(".")
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(name)
-        return address.is_loopback or not is_loopback(own)
-    names = {"localhost", own.lower()}
-    if not is_loopback(own):
-        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-    return name in names
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -127,15 +107,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond(with_body=False)
 
     def _respond(self, with_body: bool) -> None:
+        self.server.has_request(self.connection)
         refusal = self._refusal()
         if refusal is not None:
             self._write(refusal, with_body)
             return
-        parts = urlsplit(self.path)
-        given = dict(parse_qsl(parts.query, max_num_fields=200)).get("token") if self.server.token else None
-        if given is not None:
-            rest = urlencode([pair for pair in parse_qsl(parts.query) if pair[0] != "token"])
-            self._redirect("/" + parts.path.lstrip("/") + (f"?{rest}" if rest else ""))
+        parts, words = urlsplit(self.path), self._query()
+        if self.server.token and any(name == "token" for name, _ in words):
+            rest = urlencode([pair for pair in words if pair[0] != "token"])
+            # A browser reads `//host` and `/\\host` as another server.
+            self._redirect("/" + parts.path.lstrip("/\\") + (f"?{rest}" if rest else ""))
             return
         answer = self.server.app.answer(parts.path, parts.query)
         if answer.stream is not None and with_body:
@@ -147,18 +128,34 @@ class _Handler(BaseHTTPRequestHandler):
         """Why this request is not answered; None if it is."""
         if not is_own_host(self.headers.get("Host", ""), self.server.own_host):
             return Answer(body=b"paceline: the Host header names another server.\n", kind=TEXT, status=421)
+        if self._is_foreign_page():
+            return Answer(body=b"paceline: a page of another server asks for this one.\n", kind=TEXT, status=403)
+        try:
+            self._query()
+        except ValueError:
+            return Answer(body=b"paceline: this is not an address of this server.\n", kind=TEXT, status=400)
         if self.server.token and not any(map(self._is_token, self._tokens())):
             words = "paceline: a token is needed. Open the address that `paceline ui` printed.\n"
             return Answer(body=words.encode(), kind=TEXT, status=401)
         return None
 
+    def _is_foreign_page(self) -> bool:
+        """Whether a page of another server loads this one in the background, which costs time though it cannot read it.
+        A link to a page here is no such case. Programs send no such header."""
+        site, mode = (self.headers.get(name, "") for name in ("Sec-Fetch-Site", "Sec-Fetch-Mode"))
+        return site in ("cross-site", "same-site") and mode != "navigate"
+
+    def _query(self) -> list[tuple[str, str]]:
+        return parse_qsl(urlsplit(self.path).query, max_num_fields=MOST_FIELDS)
+
     def _tokens(self) -> Iterator[str]:
         yield self.headers.get("Authorization", "").removeprefix("Bearer ")
+        # Python takes long to parse a long cookie.
+        cookie = self.headers.get("Cookie", "")
         with contextlib.suppress(CookieError):
-            if morsel := SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie):
+            if len(cookie) <= LONGEST_COOKIE and (morsel := SimpleCookie(cookie).get(self.server.cookie)):
                 yield morsel.value
-        with contextlib.suppress(ValueError):
-            yield from (value for name, value in parse_qsl(urlsplit(self.path).query) if name == "token")
+        yield from (value for name, value in self._query() if name == "token")
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())

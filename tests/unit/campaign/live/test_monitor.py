@@ -212,10 +212,10 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 # --- the endpoint ---
 
 
-def ask(address: str, path: str = "/metrics") -> tuple[int, str, str]:
+def ask(address: str, path: str = "/metrics", host: str | None = None) -> tuple[int, str, str]:
     connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
     with contextlib.closing(connection):
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Host": host} if host else {})
         answer = connection.getresponse()
         return answer.status, answer.headers["Content-Type"], answer.read().decode()
 
@@ -231,6 +231,7 @@ def test_metrics_are_served_and_nothing_else() -> None:
         assert 'paceline_gpu_throttled{gpu="0",reason="x"} 1\n' in text
         assert "paceline_gpu_power_watts" not in text, "missing is no sample"
         assert ask(address, "/etc/passwd")[0] == 404
+        assert ask(address, host="evil.example")[0] == 421, "a page of another site, by DNS rebinding"
     with pytest.raises(OSError, match="refused"):
         ask(address)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,12 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from paceline.campaign.live import local_server
+from paceline.campaign.live.local_server import is_own_host
 from paceline.campaign.ui import server
 from paceline.campaign.ui.library import Library
 from paceline.campaign.ui.routes import App
-from paceline.campaign.ui.server import is_own_host, serving
+from paceline.campaign.ui.server import serving
 from paceline.errors import RequestError
 from paceline.results import campaign_file, store
 from paceline.results.records import GaugeSample, Status
@@ -164,6 +170,44 @@ def test_other_hosts_and_methods_are_refused(address: str) -> None:
         assert ask(address, "/", method)[0] == 501
 
 
+def test_what_is_no_address_is_refused_and_not_a_traceback(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in ("http://[/", "http://[x]/", "/?" + "a=1&" * 300):
+        assert ask(address, path, Host=address)[0] == 400, path
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_page_of_another_server_cannot_make_this_one_work(address: str) -> None:
+    for site, mode, status in (
+        ("cross-site", "no-cors", 403),
+        ("same-site", "cors", 403),
+        ("cross-site", "navigate", 200),
+        ("same-origin", "cors", 200),
+        ("none", "navigate", 200),
+    ):
+        assert ask(address, "/runs", Sec_Fetch_Site=site, Sec_Fetch_Mode=mode)[0] == status, (site, mode)
+
+
+def test_slow_and_many_connections_keep_no_browser_out(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is on threads and on the time until the headers are complete, also if a byte comes now and then."""
+    monkeypatch.setattr(local_server, "MOST_CONNECTIONS", 8)
+    with serving(App(Library(results)), "127.0.0.1:0") as url, contextlib.ExitStack() as crowd:
+        name, port = urlsplit(url).netloc.split(":")
+        silent = [crowd.enter_context(socket.create_connection((name, int(port)), timeout=30)) for _ in range(40)]
+        assert ask(f"{name}:{port}", "/assets/ui.js")[0] == 200
+        assert silent[0].recv(1) == b"", "the oldest is closed"
+        assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) < 40
+        monkeypatch.setattr(local_server, "HEAD_S", 0.2)
+        slow = crowd.enter_context(socket.create_connection((name, int(port)), timeout=30))
+        with contextlib.suppress(ConnectionError):
+            for byte in b"GET / HTTP/1.1\r\nX: " + b"a" * 400:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.02)
+            pytest.fail("it waits for headers forever")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_answers_may_not_be_framed_sniffed_or_kept(address: str) -> None:
     _, _, headers = ask(address, "/")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
@@ -187,7 +231,9 @@ def test_an_address_that_others_reach_needs_the_token(results: Path) -> None:
         assert ask(address, "/metrics", Authorization=f"Bearer {token}")[0] == 200
         status, _, headers = ask(address, f"//evil.example/runs?q=a&token={token}")
         assert (status, headers["Location"]) == (303, "/evil.example/runs?q=a")
+        assert ask(address, f"/\\evil.example/?token={token}")[2]["Location"] == "/evil.example/"
         cookie = headers["Set-Cookie"].partition(";")[0]
+        assert ask(address, "/runs", Cookie="a=" + "\\" * 20_000 + f"; {cookie}")[0] == 401
         assert "HttpOnly" in headers["Set-Cookie"]
         assert "SameSite=Strict" in headers["Set-Cookie"]
         assert ask(address, "/runs", Cookie=cookie)[0] == 200
