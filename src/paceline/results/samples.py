@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from operator import attrgetter, eq, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast, overload
 
-from paceline.errors import damaged
+from paceline.errors import DamagedRunError, damaged
 from paceline.results import safe_text
 from paceline.results.records import (
     SAMPLE_TYPES,
@@ -31,6 +32,8 @@ from paceline.results.records import (
 from paceline.results.validity import Rule, rule_of
 
 Column: TypeAlias = "array[int] | array[float] | list[Any]"
+# The values of some steps: one sequence per field, in the order of `StepSeries.FIELDS`.
+Columns: TypeAlias = Sequence[Sequence[Any]]
 
 # --- steps as columns ---
 
@@ -47,17 +50,17 @@ class StepSeries(Sequence[StepSample]):
     )
     values_of: ClassVar[attrgetter[tuple[Any, ...]]] = attrgetter(*FIELDS)
 
-    def __init__(self, rows: Sequence[Sequence[Any]] = ()) -> None:
-        """One row of values per sample, in the order of FIELDS."""
-        columns = zip(*rows, strict=True) if rows else ((),) * len(self.FIELDS)
+    def __init__(self, parts: Sequence[Columns] = ()) -> None:
+        """Parts of the series, one after the other, each with one column per field in the order of FIELDS."""
+        whole = zip(*parts, strict=True) if parts else ((),) * len(self.FIELDS)
         self._columns = {
-            name: _column(values, codes) for name, codes, values in zip(self.FIELDS, self._CODES, columns, strict=True)
+            name: _column(values, codes) for name, codes, values in zip(self.FIELDS, self._CODES, whole, strict=True)
         }
-        self._length = len(rows)
+        self._length = len(self._columns["step"])
 
     @classmethod
     def of(cls, samples: Iterable[StepSample]) -> StepSeries:
-        return samples if isinstance(samples, cls) else cls([cls.values_of(sample) for sample in samples])
+        return samples if isinstance(samples, cls) else cls(columns_of([cls.values_of(sample) for sample in samples]))
 
     def column(self, name: str) -> Column:
         return self._columns[name]
@@ -87,8 +90,15 @@ class StepSeries(Sequence[StepSample]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _column(values: Sequence[Any], codes: str) -> Column:
+def columns_of(rows: Iterable[Sequence[Any]]) -> list[Columns]:
+    """The rows as parts of a series: one, or none if there are no rows."""
+    columns = tuple(zip(*rows, strict=True))
+    return [columns] if columns else []
+
+
+def _column(parts: Sequence[Sequence[Any]], codes: str) -> Column:
     """The narrowest array that represents all values, or a list."""
+    values = parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))
     for code in codes:
         with suppress(TypeError, OverflowError):
             return array(code, values)
@@ -105,23 +115,47 @@ _WITH_SERIES = {
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Samples of one rank. A last line that a killed process cut off is dropped; any other damage is an error."""
-    return map(_sample, _rows(path))
+    rows = _rows(path)
+    if not _fit(rows):
+        raise _damage(path, rows)
+    return map(_sample, rows)
 
 
 _WHOLE_STEP = len(StepSeries.FIELDS) + 1
 _step_values = itemgetter(*StepSeries.FIELDS)
 
 
-def collect(path: Path, steps: list[Sequence[Any]], others: list[Sample]) -> None:
-    """Append the samples of one rank, steps as plain values: one object per step would take longer than reading."""
+def collect(path: Path, steps: list[Columns], others: list[Sample]) -> None:
+    """Append the samples of one rank, steps as columns: one object per step would take longer than reading."""
     rows = _rows(path)
-    own = [row for row in rows if row["kind"] == StepSample.kind]
-    if all(len(row) == _WHOLE_STEP for row in own):
-        steps += map(_step_values, own)
-    else:
+    try:
+        own = [row for row in rows if row["kind"] == StepSample.kind]
+        columns = _whole_steps(own)
+        rest = rows if columns is None else [row for row in rows if row["kind"] != StepSample.kind]
+        fits = _fit(rest)
+    except (TypeError, KeyError):
+        fits = False
+    if not fits:
+        raise _damage(path, rows)
+    if columns is None:
         # Fields with a default may be missing.
-        steps += [StepSeries.values_of(_sample(row)) for row in own]
-    others += [_sample(row) for row in rows if row.get("kind", StepSample.kind) != StepSample.kind]
+        columns = tuple(zip(*(StepSeries.values_of(_sample(row)) for row in own), strict=True))
+        rest = [row for row in rows if row.get("kind", StepSample.kind) != StepSample.kind]
+    if columns:
+        steps.append(columns)
+    others += map(_sample, rest)
+
+
+def _whole_steps(rows: Sequence[Mapping[str, Any]]) -> Columns | None:
+    """The columns of steps that have every field and no other, if all their values can be; None otherwise."""
+    if not all(len(row) == _WHOLE_STEP for row in rows):
+        return None
+    # KeyError: as many fields, but not these.
+    columns = tuple(zip(*map(_step_values, rows), strict=True))
+    rules = _rules()[StepSample.kind].fields
+    assert rules is not None
+    fits = all(rules[name].fits(column) for name, column in zip(StepSeries.FIELDS, columns, strict=bool(columns)))
+    return columns if fits else None
 
 
 def _sample(row: dict[str, Any]) -> Sample:
@@ -132,7 +166,7 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, checked by the rules of their kind; DamagedRunError names the file and the line."""
+    """The lines of a file, not checked yet."""
     from pydantic_core import from_json
 
     try:
@@ -154,11 +188,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise damaged(path.parent, f"{path.name} is not valid JSON ({error})") from None
     except MemoryError:
         raise damaged(path.parent, f"{path.name} does not fit into memory") from None
-    if not _fit(rows):
-        for number, row in enumerate(rows, 1):
-            if (what := _problem(row)) is not None:
-                raise damaged(path.parent, f"{path.name}, line {number}: {what}")
     return rows
+
+
+def _damage(path: Path, rows: Sequence[Any]) -> DamagedRunError:
+    """The file and the first line that is not a sample."""
+    problems = ((number, _problem(row)) for number, row in enumerate(rows, 1))
+    number, what = next((number, what) for number, what in problems if what is not None)
+    return damaged(path.parent, f"{path.name}, line {number}: {what}")
 
 
 @cache
@@ -196,9 +233,9 @@ _STEP = StepSeries.FIELDS.index("step")
 
 
 class Attempt(NamedTuple):
-    """The samples of one attempt: steps as plain values, and all others."""
+    """The samples of one attempt: steps as columns of each rank, and all others."""
 
-    steps: list[Sequence[Any]]
+    steps: list[Columns]
     others: list[Sample]
 
 
@@ -206,8 +243,8 @@ class Joined(NamedTuple):
     """The steps of all attempts, with the last measurement of each; the steps that a later attempt repeated; all other
     samples that are still valid; and the attempts that contributed steps (empty if there was only one attempt)."""
 
-    steps: list[Sequence[Any]]
-    redone: list[Sequence[Any]]
+    steps: list[Columns]
+    redone: list[Columns]
     others: list[Sample]
     contributing: tuple[int, ...] = ()
 
@@ -242,8 +279,9 @@ def join(attempts: Mapping[int, Attempt]) -> Joined:
     again_from = None
     last = max(attempts)
     for number, attempt in reversed(list(attempts.items())):
-        kept = [row for row in attempt.steps if again_from is None or row[_STEP] < again_from]
-        redone = [row for row in attempt.steps if again_from is not None and row[_STEP] >= again_from]
+        rows = [row for columns in attempt.steps for row in zip(*columns, strict=True)]
+        kept = columns_of(row for row in rows if again_from is None or row[_STEP] < again_from)
+        redone = columns_of(row for row in rows if again_from is not None and row[_STEP] >= again_from)
         valid: list[Sample] = []
         for sample in attempt.others:
             if isinstance(sample, StartSample | CheckpointSample):
@@ -252,7 +290,7 @@ def join(attempts: Mapping[int, Attempt]) -> Joined:
                 valid.append(sample)
         contributing = (number, *joined.contributing) if kept else joined.contributing
         joined = Joined(kept + joined.steps, joined.redone + redone, valid + joined.others, contributing)
-        began = min((row[_STEP] for row in attempt.steps), default=None)
+        began = min((row[_STEP] for row in rows), default=None)
         if began is not None:
             again_from = began if again_from is None else min(again_from, began)
     return joined

@@ -61,7 +61,7 @@ class Rule:
             return False
         if kinds & _NUMBERS:
             numbers = [value for value in values if type(value) in _NUMBERS] if kinds - _NUMBERS else values
-            if not self._numbers_fit(numbers):
+            if not self._numbers_fit(numbers, kinds):
                 return False
         if self.items is not None and list in kinds:
             lists = (value for value in values if type(value) is list)
@@ -69,13 +69,16 @@ class Rule:
                 return False
         return dict not in kinds or self._mappings_fit([value for value in values if type(value) is dict])
 
-    def _numbers_fit(self, numbers: Collection[Any]) -> bool:
+    def _numbers_fit(self, numbers: Collection[Any], kinds: Collection[type]) -> bool:
         # First: the size of a whole number decides whether it can be compared with others at all.
-        if any(type(number) is int and not -MOST < number < MOST for number in numbers):
+        if int in kinds:
+            whole = [number for number in numbers if type(number) is int] if float in kinds else numbers
+            if not (min(whole) > -MOST and max(whole) < MOST):
+                return False
+        # A finite sum has finite terms, and is faster than asking for each; sums of finite terms may overflow.
+        if self.finite and float in kinds and not (math.isfinite(sum(numbers)) or all(map(math.isfinite, numbers))):
             return False
-        if self.finite and not all(map(math.isfinite, numbers)):
-            return False
-        if numbers and max(numbers) > self.high:
+        if self.high < math.inf and max(numbers) > self.high:
             return False
         return self.low == -math.inf or (min(numbers) > self.low if self.above else min(numbers) >= self.low)
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,9 +20,9 @@ from paceline.results.records import Evidence, RunRecord, Status
 from paceline.results.samples import StepSeries
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Observed:
-    """One run, or one variant of a reference, read once for all checks."""
+    """One run, or one variant of a reference, read once for all checks. Equal to itself only."""
 
     run: str
     record: RunRecord
@@ -46,6 +46,11 @@ class Observed:
         return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
 
     @cached_property
+    def norms(self) -> dict[int, list[float | None]]:
+        """The gradient norm of every rank, by step."""
+        return self.by_step("grad_norm")
+
+    @cached_property
     def layout(self) -> Layout:
         return layout_of(self.spec)
 
@@ -59,7 +64,7 @@ Values = Callable[[Observed, int], list[float | None]]
 LOSS, NORM = "loss trajectory", "gradient norm"
 QUANTITIES: Mapping[str, Values] = {
     LOSS: lambda run, step: [run.losses[step]],
-    NORM: lambda run, step: run.table.at(step, "grad_norm"),
+    NORM: lambda run, step: run.norms[step],
 }
 
 
@@ -88,7 +93,7 @@ class Standard:
     """What every run of one work is compared with. reference is None if none is usable; missing then says why.
 
     group: all runs of the work. cells: by quantity and cell, the value at each step after the reference, the median of
-    the cell's launches.
+    the cell's launches. deviations: by run and quantity, filled as they are computed (`compared_deviations`).
     """
 
     reference: Observed | None
@@ -96,6 +101,7 @@ class Standard:
     missing: str
     group: tuple[Observed, ...]
     cells: Mapping[str, Mapping[str, Mapping[int, float]]]
+    deviations: dict[tuple[Observed, str], Mapping[int, float]] = field(default_factory=dict)
 
 
 def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Standard:

@@ -39,8 +39,8 @@ def norms_agree(run: Observed, standard: Standard) -> Check | None:
     if run.spec.topology.world_size == 1:
         return None
     worst, at = 0.0, None
-    for step in run.steps:
-        known = [x for x in run.table.at(step, "grad_norm") if x is not None and math.isfinite(x)]
+    for step, norms in run.norms.items():
+        known = [x for x in norms if x is not None and math.isfinite(x)]
         if known and (spread := (max(known) - min(known)) / max(max(known), 1e-30)) > worst:
             worst, at = spread, step
     seen = f"equal at {len(run.steps)} steps" if at is None else f"a spread of {worst:.2g} at step {at}"
@@ -96,24 +96,31 @@ def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int,
 
 
 def _deviation(values: Iterable[float | None], base: float) -> float:
-    errors = [math.inf if x is None else abs(x - base) / max(abs(base), 1e-30) for x in values]
-    return max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
+    size = max(abs(base), 1e-30)
+    errors = [math.inf if x is None or math.isnan(x) else abs(x - base) / size for x in values]
+    return max(errors, default=math.inf)
 
 
-def compared_deviations(run: Observed, standard: Standard, values: Values, name: str) -> dict[int, float]:
+def compared_deviations(run: Observed, standard: Standard, values: Values, name: str) -> Mapping[int, float]:
     """Deviation at each step that can be compared: with the reference as far as it goes, then with the median of all
-    cells, or with the other cell where there are two. A cell alone cannot be compared with itself."""
+    cells, or with the other cell where there are two. A cell alone cannot be compared with itself.
+
+    Kept in the standard: the checks of one run ask for it several times.
+    """
     if standard.reference is None:
         return {}
+    if (known := standard.deviations.get((run, name))) is not None:
+        return known
     found = _deviations(run, standard.reference, values)
     cells = standard.cells.get(name, {})
     peers = cells if len(cells) > 2 else {cell: steps for cell, steps in cells.items() if cell != run.spec.cell}
-    overflows = run.spec.training.precision.compute == "fp16"
-    for step in (s for s in run.steps if s > max(standard.reference.steps)):
-        known = [steps[step] for steps in peers.values() if step in steps]
+    overflows, last = run.spec.training.precision.compute == "fp16", max(standard.reference.steps)
+    for step in (s for s in run.steps if s > last):
+        others = [steps[step] for steps in peers.values() if step in steps]
         own = values(run, step)
-        if known and not (overflows and all(x is None for x in own)):
-            found[step] = _deviation(own, statistics.median(known))
+        if others and not (overflows and all(x is None for x in own)):
+            found[step] = _deviation(own, statistics.median(others))
+    standard.deviations[run, name] = found
     return found
 
 
@@ -129,7 +136,9 @@ def _limits(
     reference, compute = standard.reference, run.spec.training.precision.compute
     spread: defaultdict[int, float] = defaultdict(float)
     for variant in standard.variants:
-        for step, deviation in _deviations(variant, reference, QUANTITIES[name]).items():
+        if (variant, name) not in standard.deviations:
+            standard.deviations[variant, name] = _deviations(variant, reference, QUANTITIES[name])
+        for step, deviation in standard.deviations[variant, name].items():
             spread[step] = max(spread[step], deviation)
     so_far, reached, limits = 0.0, 0.0, {}
     for step in sorted({*reference.steps, *run.steps}):

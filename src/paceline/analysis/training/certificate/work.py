@@ -149,8 +149,10 @@ def data_digests(run: Observed, standard: Standard) -> Check:
     other = [step for step in common if run.digests[step] != known[step]]
     disputed = []
     for step, digest in run.digests.items():
+        if step in known:
+            continue
         votes = Counter(peer.digests[step] for peer in standard.group if step in peer.digests)
-        if step not in known and any(votes[seen] >= votes[digest] for seen in votes if seen != digest):
+        if any(votes[seen] >= votes[digest] for seen in votes if seen != digest):
             disputed.append(step)
     problems = [f"other token ids than the reference at {steps_text(other)}"] if other else []
     problems += [f"other token ids than most of the group at {steps_text(disputed)}"] if disputed else []
