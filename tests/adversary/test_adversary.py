@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adversary import honest, other_data, planted, ranks, split
+from adversary import honest, other_data, planted, ranks, routed, split
 from paceline.analysis.findings import Certificate
 from paceline.analysis.training.certificate import certify_all
 from paceline.campaign.run.controller import references_of
@@ -79,6 +79,16 @@ REFUSED_SPLIT = {
     "tied_weights_apart": NORM,
     "mean_over_parts_of_a_sequence": NORM,
 }
+REFUSED_ROUTED = {
+    "capacity": "tokens of experts",
+    "fewer_choices": "router decisions",
+    "third_instead_of_second": "router decisions",
+    "weights_not_scaled": "router decisions",
+    "noisy_scores": "router decisions",
+    "no_auxiliary_loss": LOSS,
+    "gradients_of_experts_summed": NORM,
+}
+ROUTED = ("mesh:ep=2",)
 # On a GPU only: on CPUs, tests/end_to_end/test_layouts.py has these and more.
 SPLIT = ("mesh:tp=2", "mesh:pp=2", "mesh:cp=2")
 CHECKPOINTED = ("no_checkpointing", "checkpoints_half_of_the_layers")
@@ -134,6 +144,9 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
     whole = common | {"accumulation": 4}
     if precision == "fp32" or device == "cuda":
         found |= {name: make(f"adversary.split:mistake={name}", **whole) for name in split.MISTAKES}
+        mixed = common | {"model": f"tiny-moe:hidden={WIDTHS[device]},ffn=16,vocab=64"}
+        found |= {name: make(f"adversary.routed:mistake={name}", **mixed) for name in routed.MISTAKES}
+        found |= {name: make(name, **mixed) for name in ROUTED}
     if device == "cuda":
         found |= {name: make(name, **whole) for name in SPLIT}
     found |= {name: make(name, **common | settings) for name, settings in HONEST.items()}
@@ -162,7 +175,7 @@ def judged(
 
 def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
     specs, certificates = judged
-    expected = {**REFUSED_BY, **REFUSED_SPLIT, **dict.fromkeys(other_data.MISTAKES, "data")}
+    expected = {**REFUSED_BY, **REFUSED_SPLIT, **REFUSED_ROUTED, **dict.fromkeys(other_data.MISTAKES, "data")}
     wrong = []
     for name, check in expected.items():
         if name in specs:
@@ -175,7 +188,7 @@ def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
 
 def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
     specs, certificates = judged
-    for name in (name for name in (*HONEST, *SETTINGS, *SPLIT) if name in specs):
+    for name in (name for name in (*HONEST, *SETTINGS, *SPLIT, *ROUTED) if name in specs):
         certificate = certificates[specs[name].run_id]
         assert certificate.reasons == (), name
         assert certificate.compared_steps == certificate.steps == STEPS, name
@@ -184,5 +197,6 @@ def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
 def test_there_are_enough_of_both() -> None:
     assert set(REFUSED_BY) == set(planted.MISTAKES)
     assert set(REFUSED_SPLIT) == set(split.MISTAKES)
+    assert set(REFUSED_ROUTED) == set(routed.MISTAKES)
     assert len(REFUSED_BY) + len(other_data.MISTAKES) >= 30
     assert len(HONEST) + len(SETTINGS) >= 10

@@ -66,7 +66,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("strategies",),
         ("finetuned", "observation", "step_profile"),
         ("decoder", "instruments"),
-        ("attachment", "data"),
+        ("attachment", "data", "mixture"),
     ),
     "launchers": (
         ("here", "kubernetes", "ray", "slurm", "ssh"),

@@ -28,6 +28,7 @@ from paceline.analysis.training import (
     memory,
     metrics,
     predicted,
+    routing,
     rules_of_thumb,
     trust,
 )
@@ -111,6 +112,7 @@ def build(
         explanations=scaling.explain(grown.points, cells, network.fits, sound),
         layouts=layouts.analyse(sound),
         tradeoffs=tradeoffs.analyse(cells),
+        routings=routing.analyse(sound),
         memory=memory_found.rows,
         frontier=memory_found.frontier,
         memory_advice=memory.all_advice(ordered),

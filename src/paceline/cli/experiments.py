@@ -267,7 +267,7 @@ def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
         remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
         layout = declared_layout(spec)
         if layout is not None and not unsupported(spec):
-            remarks += layout.picture(shape.layers)
+            remarks += layout.picture(shape.layers, shape.experts or 0)
     with contextlib.suppress(StoreError):
         # A run that ended out of memory before comes with the settings that would fit.
         fitting = memory.advice(store.read_run(run_dir))
@@ -390,6 +390,8 @@ def _describe(spec: RunSpec) -> str:
     trained = ""
     if tuning is not None and tuning.has_adapters:
         trained = f", {adapters.trained_parameters(shape, tuning):,} of them trained by {tuning.method}"
+    if shape.experts:
+        trained = f" ({arithmetic.active_parameters(shape):,} active)" + trained
     bound = "at most " if tuning else ""
     memory = f", state {state / 2**30:.2f} GiB per process" if state is not None else ""
     every, most = spec.checkpoint_every, spec.max_restarts

@@ -85,8 +85,10 @@ def list_kind(arguments: argparse.Namespace) -> int:
     if kind not in LISTS:
         raise RequestError(f"list: got {kind!r}, expected {', '.join(LISTS)}.{did_you_mean(kind, LISTS)}")
     if kind == "models":
-        counts = {name: arithmetic.parameters(arithmetic.load(Choice(name))) for name in arithmetic.names()}
-        rows = {name: f"{count:>15,} parameters" for name, count in counts.items()}
+        shapes = [arithmetic.load(Choice(name)) for name in arithmetic.names()]
+        rows = {shape.name: f"{arithmetic.parameters(shape):>15,} parameters" for shape in shapes}
+        active = {shape.name: arithmetic.active_parameters(shape) for shape in shapes if shape.experts}
+        rows |= {name: f"{rows[name]}, {count:,} active" for name, count in active.items()}
     elif kind == "presets":
         rows = reading.presets()
     elif kind == "gpus":

@@ -27,17 +27,19 @@ MOST_DRAWN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism. Ranks are numbered with tp fastest, then cp, dp and pp.
+    """Degrees of parallelism. Ranks are numbered with tp fastest, then cp, dp and pp; ep consecutive dp x cp ranks.
 
     dp: replicas, each with its own samples. cp: ranks that share a replica's sequences. tp: ranks that share every
-    layer. pp: ranks that share the layers, each with `virtual` stages. shard: how many of the dp x cp ranks share one
-    copy of the weights; 1 replicates them. micro_batches: of a pipeline per step; None for the accumulation.
+    layer. pp: ranks that share the layers, each with `virtual` stages. ep: how many of the dp x cp ranks share
+    the experts of every layer. shard: how many of the dp x cp ranks share one copy of the weights; 1 replicates them.
+    micro_batches: of a pipeline per step; None for the accumulation.
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     shard: int = 1
     virtual: int = 1
     v_shaped: bool = False
@@ -64,12 +66,33 @@ class Layout:
         return self.data_ranks // self.shard
 
     @property
+    def expert_shard(self) -> int:
+        """How many ranks share one copy of an expert's weights: what sharding splits further than ep does."""
+        return max(1, self.shard // self.ep)
+
+    @property
+    def expert_replicate(self) -> int:
+        """Copies of an expert's weights."""
+        return self.data_ranks // (self.ep * self.expert_shard)
+
+    def experts_of(self, rank: int, experts: int) -> range:
+        """The experts of every layer whose weights a rank computes with, before sharding.
+
+        >>> [list(Layout(dp=4, ep=2).experts_of(rank, 4)) for rank in range(4)]
+        [[0, 1], [2, 3], [0, 1], [2, 3]]
+        """
+        at, own = self.coordinates(rank), experts // self.ep
+        index = (at["dp"] * self.cp + at["cp"]) % self.ep
+        return range(index * own, (index + 1) * own)
+
+    @property
     def stages(self) -> int:
         return self.pp * self.virtual
 
     def sizes(self) -> dict[str, int]:
         """The dimensions of more than one rank."""
-        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "shard": self.shard, "replicate": self.replicate}
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+        sizes |= {"shard": self.shard, "replicate": self.replicate}
         return {name: size for name, size in sizes.items() if size > 1}
 
     @property
@@ -142,16 +165,18 @@ class Layout:
             return (self.pp - 1) / (self.virtual * micro_batches + self.pp - 1)
         return None
 
-    def picture(self, layers: int) -> list[str]:
+    def picture(self, layers: int, experts: int = 0) -> list[str]:
         """One line per rank with what it holds; of many ranks, the first and the last."""
         width, ranks = len(str(self.world_size - 1)), list(range(self.world_size))
-        lines = [f"rank {r:>{width}}  " + "  ".join(self._parts(r, self.coordinates(r), layers)) for r in ranks]
+        lines = [
+            f"rank {r:>{width}}  " + "  ".join(self._parts(r, self.coordinates(r), layers, experts)) for r in ranks
+        ]
         left_out = len(lines) - MOST_DRAWN
         if left_out <= 0:
             return lines
         return [*lines[: MOST_DRAWN - 1], f"... {left_out} more", lines[-1]]
 
-    def _parts(self, rank: int, at: Mapping[str, int], layers: int) -> list[str]:
+    def _parts(self, rank: int, at: Mapping[str, int], layers: int, experts: int) -> list[str]:
         ranges = [self.layers_of(stage, layers) for stage in self.stages_of(rank)]
         held = " and ".join(f"{r.start}-{r.stop - 1}" if len(r) > 1 else str(r.start) for r in ranges)
         ends = ["embedding"] * self.has_first(rank) + ["head"] * self.has_last(rank)
@@ -162,6 +187,9 @@ class Layout:
             parts.append(f"part {at['tp'] + 1} of {self.tp} of every layer")
         if self.cp > 1:
             parts.append(f"part {at['cp'] + 1} of {self.cp} of every sequence")
+        if self.ep > 1:
+            own = self.experts_of(rank, experts)
+            parts.append(f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}")
         if self.shard > 1:
             index = (at["dp"] * self.cp + at["cp"]) % self.shard
             parts.append(f"shard {index + 1} of {self.shard}")

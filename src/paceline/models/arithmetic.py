@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from paceline.errors import RequestError
 from paceline.experiment import plugins
 from paceline.models.hf_config import read_shape, read_vocabulary, unknown_shape
-from paceline.models.shape import FAMILIES, SETTABLE, accepted_by, require_field
+from paceline.models.shape import ALIASES, FAMILIES, SETTABLE, accepted_by, require_field
 from paceline.models.shape import Shape as Shape
 
 CONVENTIONS = ("causal", "full")
@@ -52,11 +52,12 @@ def load(choice: Named) -> Shape:
     if choice.name not in _rows():
         raise RequestError(_unknown("model", choice.name, names()) + " `paceline list models` shows all.")
     row = dict(_rows()[choice.name])
-    for option in choice.options:
+    options = {ALIASES.get(option, option): value for option, value in choice.options.items()}
+    for option in options:
         if option not in SETTABLE:
             raise RequestError(_unknown(f"option of model {choice.name}", option, SETTABLE, whole_list=True))
     if choice.options:
-        row = {**row, **choice.options, "published_parameters": None}
+        row = {**row, **options, "published_parameters": None}
     # The defaults of its family, and fields that follow from heads and hidden.
     name, family = choice.name, row["family"]
     require_field(family in FAMILIES, name, "family", family, " or ".join(FAMILIES))
@@ -119,8 +120,7 @@ def parameters(shape: Shape) -> int:
 def block_parameters(shape: Shape) -> int:
     """Parameters of one layer: two norms, attention, MLP (of a mixture, all experts and the router)."""
     router = shape.hidden * (shape.experts or 0)
-    mlp_biases = (2 if shape.gated else 1) * shape.ffn + shape.hidden if shape.bias else 0
-    mlp = (shape.experts or 1) * (_mlp_weights(shape) + mlp_biases)
+    mlp = (shape.experts or 1) * expert_parameters(shape)
     joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     attention_biases = joined + shape.hidden if shape.bias else joined if shape.qkv_bias else 0
     qk_norms = 2 * shape.head_dim if shape.qk_norm else 0
@@ -128,10 +128,30 @@ def block_parameters(shape: Shape) -> int:
     return 2 * _norm_parameters(shape) + attention + router + mlp
 
 
+def active_parameters(shape: Shape) -> int:
+    """Parameters that take part in the computation of one token: of a mixture, only the chosen experts.
+
+    >>> from paceline.experiment.choices import Choice
+    >>> f"{active_parameters(load(Choice('mixtral-8x7b'))):,}"
+    '12,879,925,248'
+    """
+    idle = (shape.experts or 0) - (shape.experts_per_token or 0)
+    return parameters(shape) - shape.layers * idle * expert_parameters(shape)
+
+
+def expert_parameters(shape: Shape) -> int:
+    """Parameters of one expert, or of a dense MLP."""
+    biases = (2 if shape.gated else 1) * shape.ffn + shape.hidden if shape.bias else 0
+    return _mlp_weights(shape) + biases
+
+
 def tensor_sizes(shape: Shape) -> tuple[int, ...]:
-    """Elements of every weight tensor of the dense reference decoder, which joins q, k, v and gate, up."""
+    """Elements of every weight tensor of the reference decoder, which joins q, k, v and gate, up, and all experts."""
     h, heads_out, wide = shape.hidden, shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
-    linears = ((heads_out + 2 * shape.kv_heads * shape.head_dim, h), (h, heads_out), (wide, h), (h, shape.ffn))
+    experts = shape.experts or 1
+    linears = [(heads_out + 2 * shape.kv_heads * shape.head_dim, h), (h, heads_out)]
+    linears += [(shape.experts, h)] if shape.experts else []
+    linears += [(experts * wide, h), (experts * h, shape.ffn)]
     norm = (h,) * (2 if shape.norm == "layernorm" else 1)
     biases = tuple(rows for rows, _ in linears) if shape.bias else ()
     block = (*norm, *norm, *(rows * columns for rows, columns in linears), *biases)

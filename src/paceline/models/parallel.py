@@ -12,22 +12,28 @@ from dataclasses import dataclass
 
 from paceline.experiment.layout import Layout
 from paceline.experiment.spec import Training
+from paceline.models import arithmetic
 from paceline.models.adapters import DTYPE_BYTES
 from paceline.models.shape import Shape
+
+# Of the number of tokens for an expert.
+COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """Weights of one rank before sharding over data parallel ranks: of its blocks, and of embedding, head and last
-    norm. norms: those that every tensor parallel rank has whole and whose gradients it sums."""
+    norm. norms: those that every tensor parallel rank has whole and whose gradients it sums. experts: with expert
+    parallelism, this rank's, which are not part of blocks."""
 
     blocks: int
     root: int
     norms: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
-        return self.blocks + self.root
+        return self.blocks + self.root + self.experts
 
 
 def held(shape: Shape, layout: Layout, rank: int) -> Held:
@@ -35,7 +41,8 @@ def held(shape: Shape, layout: Layout, rank: int) -> Held:
     tp, h = layout.tp, shape.hidden
     norm = h * (2 if shape.norm == "layernorm" else 1)
     joined, wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
-    split = joined * h + h * shape.heads * shape.head_dim + wide * h + h * shape.ffn
+    experts, router = (shape.experts or 1) * (wide * h + h * shape.ffn), h * (shape.experts or 0)
+    split = joined * h + h * shape.heads * shape.head_dim + router + (0 if layout.ep > 1 else experts)
     biases = (joined + wide) // tp + 2 * h if shape.bias else 0
     layers = layout.layer_count(rank, shape.layers)
     first, last = layout.has_first(rank), layout.has_last(rank)
@@ -48,7 +55,22 @@ def held(shape: Shape, layout: Layout, rank: int) -> Held:
         blocks=layers * (2 * norm + split // tp + biases),
         root=tables + positions + last * norm,
         norms=layers * 2 * norm + last * norm,
+        experts=layers * experts // layout.ep if layout.ep > 1 else 0,
     )
+
+
+def optimised(shape: Shape, layout: Layout) -> int:
+    """Weights over all ranks that optimizers step, if each counts its shards as whole: a multiple of the model's, and
+    the experts once for each rank that has them."""
+    if layout.ep == 1:
+        return arithmetic.parameters(shape) + twice_held(shape, layout)
+    return sum(held(shape, layout, rank).total for rank in range(layout.world_size))
+
+
+def reduced(shape: Shape, layout: Layout, rank: int) -> int:
+    """Weights of a rank whose gradients are reduced: not those of experts of which there is one copy."""
+    own = held(shape, layout, rank)
+    return own.total - (own.experts if layout.data_ranks == layout.ep else 0)
 
 
 def twice_held(shape: Shape, layout: Layout) -> int:
@@ -73,13 +95,14 @@ def sent_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> M
     Activation checkpointing repeats the exchanges of the forward pass as far as torch recomputes them, which has no
     formula.
     """
-    if training.checkpointing != "none" and (layout.tp > 1 or layout.cp > 1):
+    if training.checkpointing != "none" and (layout.tp > 1 or layout.cp > 1 or layout.ep > 1):
         return None
     own = held(shape, layout, rank)
     found = {
         "tp": _tensor_bytes(shape, layout, training, rank, own),
         "pp": _pipeline_bytes(shape, layout, training, rank),
         "cp": _context_bytes(shape, layout, training, rank),
+        "ep": _expert_bytes(shape, layout, training, rank),
         "shard": _shard_bytes(layout, training, own),
         "replicate": _replicate_bytes(layout, training, own),
     }
@@ -90,6 +113,7 @@ FORMULAS: Mapping[str, str] = {
     "tp": "(n-1)/n * A * (8L + 2 with the embedding + 2 with the head), and the scalars of the loss",
     "pp": "A / tp (with sequence parallelism) to the next stage and back",
     "cp": "ring: L * K,V * (4(n-1)b + 2n*4); ulysses: (n-1)/n * L * (4H + 4K)d * b per token",
+    "ep": "4(n-1)/n * L * A * k with k experts per token, if all ranks get as many tokens",
     "shard": "(n-1)/n * E * (G * b * (2 for blocks, 1 for the rest) + r)",
     "replicate": "2(n-1)/n * E / shard * r",
 }
@@ -136,11 +160,22 @@ def _pipeline_bytes(shape: Shape, layout: Layout, training: Training, rank: int)
 def _context_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
     n, b, tokens = layout.cp, DTYPE_BYTES[training.precision.compute], _tokens(layout, training)
     layers = layout.layer_count(rank, shape.layers)
+    # The balance term of a mixture needs the tokens of each expert over whole sequences.
+    sequences = training.micro_batch * training.accumulation
+    counts = 2 * (n - 1) / n * layers * sequences * (shape.experts or 0) * COUNT_BYTES
     if layout.ring:
         elements = tokens * shape.kv_heads // layout.tp * shape.head_dim
-        return float(layers * elements * (4 * (n - 1) * b + 2 * n * 4))
+        return float(layers * elements * (4 * (n - 1) * b + 2 * n * 4)) + counts
     heads = (shape.heads + shape.kv_heads) / layout.tp
-    return (n - 1) / n * layers * tokens * 4 * heads * shape.head_dim * b
+    return (n - 1) / n * layers * tokens * 4 * heads * shape.head_dim * b + counts
+
+
+def _expert_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
+    """Each token goes to the ranks of its experts and back, forward and backward; first the number of tokens does."""
+    n, b, layers = layout.ep, DTYPE_BYTES[training.precision.compute], layout.layer_count(rank, shape.layers)
+    rows = _tokens(layout, training) * (shape.experts_per_token or 0)
+    counts = micro_batches(layout, training) * (shape.experts or 0) * COUNT_BYTES
+    return (n - 1) / n * layers * (4 * rows * shape.hidden * b + counts)
 
 
 def _shard_bytes(layout: Layout, training: Training, own: Held) -> float:
@@ -148,13 +183,17 @@ def _shard_bytes(layout: Layout, training: Training, own: Held) -> float:
     share, reshards = (layout.shard - 1) / layout.shard, layout.reshard_after_forward and layout.pp == 1
     gathers = training.accumulation if layout.pp == 1 else 1
     reductions = training.accumulation if layout.sync_every_micro_batch else 1
-    return share * (gathers * b * (own.root + own.blocks * (2 if reshards else 1)) + reductions * r * own.total)
+    times, parts = 2 if reshards else 1, layout.expert_shard
+    dense = gathers * b * (own.root + own.blocks * times) + reductions * r * (own.root + own.blocks)
+    return share * dense + (parts - 1) / parts * own.experts * (gathers * b * times + reductions * r)
 
 
 def _replicate_bytes(layout: Layout, training: Training, own: Held) -> float:
     n, r = layout.replicate, DTYPE_BYTES[training.precision.reduce]
     reductions = training.accumulation if layout.sync_every_micro_batch else 1
-    return 2 * (n - 1) / n * own.total / layout.shard * r * reductions
+    copies = layout.expert_replicate
+    dense = (n - 1) / n * (own.root + own.blocks) / layout.shard
+    return 2 * (dense + (copies - 1) / copies * own.experts / layout.expert_shard) * r * reductions
 
 
 def predicted_total(shape: Shape, layout: Layout, training: Training) -> float | None:

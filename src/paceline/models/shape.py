@@ -17,7 +17,10 @@ _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", 
 _OPTIONAL_COUNTS = ("experts", "experts_per_token")
 _FLAGS = ("gated", "tied", "bias")
 _NUMBERS = ("rope_theta", "norm_eps")
-SETTABLE = (*_WORDS, *_COUNTS, *_OPTIONAL_COUNTS, *_FLAGS, *_NUMBERS)
+_WEIGHTS = ("aux_loss",)
+SETTABLE = (*_WORDS, *_COUNTS, *_OPTIONAL_COUNTS, *_FLAGS, *_NUMBERS, *_WEIGHTS)
+# Other names of fields.
+ALIASES = {"top_k": "experts_per_token"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class Shape:
 
     bias: every projection of the blocks has a bias; the head and the router have none, a LayerNorm always has one.
     qkv_bias: q, k and v have one. qk_norm: each head of q and k has a norm of head_dim. The reference decoder supports
-    neither. experts: None for a dense MLP. published_parameters: a count published by others for exactly this shape.
+    neither. experts: None for a dense MLP. aux_loss: the weight of the loss that balances experts (docs/moe.md).
+    published_parameters: a count published by others for exactly this shape.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Shape:
     published_parameters: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    aux_loss: float = 0.0
 
     def __post_init__(self) -> None:
         for field in SETTABLE:
@@ -81,6 +86,8 @@ def accepted_by(field: str, value: object) -> str | None:
         return None
     if isinstance(value, bool):
         value = None
+    if field in _WEIGHTS:
+        return None if isinstance(value, int | float) and value >= 0 else "a number from 0"
     if field in _NUMBERS:
         return None if isinstance(value, int | float) and value > 0 else "a positive number"
     return None if isinstance(value, int) and value > 0 else "a whole number from 1"

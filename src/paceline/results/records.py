@@ -151,6 +151,28 @@ class PipelineSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSample:
+    """What the routers of one rank decided during one step of a mixture of experts.
+
+    Lists have the layers of this rank one after another. assigned: tokens of this rank by choice (first, second, ...)
+    and expert. By expert, positions: the sum of the positions of those tokens; computed: the rows that this rank's
+    experts computed; weights: the sum of the weights of an expert's outputs. balances: the balance term by layer, the
+    mean over micro batches (docs/moe.md).
+    """
+
+    kind: ClassVar[str] = "routing"
+    rank: int
+    step: int
+    layers: tuple[int, ...]
+    assigned: tuple[int, ...]
+    positions: tuple[int, ...]
+    computed: tuple[int, ...]
+    weights: tuple[float, ...]
+    balances: tuple[float, ...]
+    variant: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSample:
     """Profile of `steps` steps after the timed window. exposed_s is communication while nothing computes.
 
@@ -306,6 +328,7 @@ Sample = (
     | OperationSample
     | TraceSample
     | PipelineSample
+    | RoutingSample
     | CollectiveSample
     | OverlapSample
     | KernelSample
@@ -412,6 +435,7 @@ class RunRecord:
     operations: tuple[OperationSample, ...] = ()
     traces: tuple[TraceSample, ...] = ()
     pipelines: tuple[PipelineSample, ...] = ()
+    routings: tuple[RoutingSample, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
     overlaps: tuple[OverlapSample, ...] = ()
     kernels: tuple[KernelSample, ...] = ()

@@ -25,6 +25,7 @@ from paceline.results.records import (
     AttemptSample,
     CheckpointSample,
     GaugeSample,
+    RoutingSample,
     Sample,
     StartSample,
     StepSample,
@@ -273,7 +274,8 @@ def read(paths: Iterable[Path]) -> Joined:
 def join(attempts: Mapping[int, Attempt]) -> Joined:
     """Join attempts by number, from the last to the first. The last measurement of a step counts.
 
-    Starts, checkpoints and gauges of every attempt are kept; memory, traffic and profiles of the last one only.
+    Starts, checkpoints and gauges of every attempt are kept, routings like steps; memory, traffic and profiles of the
+    last one only.
     """
     joined = Joined([], [], [])
     again_from = None
@@ -286,6 +288,8 @@ def join(attempts: Mapping[int, Attempt]) -> Joined:
         for sample in attempt.others:
             if isinstance(sample, StartSample | CheckpointSample):
                 valid.append(dataclasses.replace(sample, attempt=number))
+            elif isinstance(sample, RoutingSample):
+                valid += [sample] if again_from is None or sample.step < again_from else []
             elif number == last or isinstance(sample, GaugeSample):
                 valid.append(sample)
         contributing = (number, *joined.contributing) if kept else joined.contributing

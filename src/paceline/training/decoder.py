@@ -1,4 +1,4 @@
-"""The reference decoder: GPT and Llama families, with the same arithmetic and initial weights for every strategy.
+"""The reference decoder: GPT, Llama and Mixtral, with the same arithmetic and initial weights for every strategy.
 
 Each weight is cast to the compute dtype where it is used. A strategy with fp32 weights (DDP) and one with 16-bit copies
 (FSDP2, ZeRO) then run the same kernels on the same numbers, so that their losses can be compared. Initial weights are a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.models.shape import Shape
 from paceline.training.data.packing import IGNORED_LABEL as IGNORED_LABEL
+from paceline.training.mixture import Mixture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Tensor cores prefer a vocabulary that is a multiple of 64; the padded rows never reach the loss.
@@ -115,16 +116,39 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: the unit of sharding, of checkpointing and of per-block compilation."""
+    """One layer: the unit of sharding, of checkpointing and of per-block compilation.
 
-    def __init__(self, shape: Shape) -> None:
+    A mixture of experts adds its term to the `balance` of the layers before and returns both.
+    """
+
+    def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.attention_norm, self.attention = _norm(shape), Attention(shape)
-        self.mlp_norm, self.mlp = _norm(shape), MLP(shape)
+        self.mlp_norm, self.mlp = _norm(shape), Mixture(shape, layer) if shape.experts else MLP(shape)
 
-    def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor | None, balance: Tensor | None = None) -> Any:
         x = x + self.attention(self.attention_norm(x), turn)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        inner = self.mlp(self.mlp_norm(x))
+        if balance is None:
+            return x + inner
+        return x + inner[0], balance + inner[1]
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module], run: Callable[..., Any], x: Tensor, turn: Tensor | None, balance: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The activations after all blocks and, of a mixture of experts, the balance term."""
+    for block in blocks:
+        if balance is None:
+            x = run(block, x, turn)
+        else:
+            x, balance = run(block, x, turn, balance)
+    return x, balance
+
+
+def balance_loss(shape: Shape, balance: Tensor) -> Tensor:
+    """The auxiliary loss of a micro batch: the mean over layers, weighted."""
+    return balance * (shape.aux_loss / shape.layers)
 
 
 class Decoder(nn.Module):
@@ -135,7 +159,7 @@ class Decoder(nn.Module):
         self.shape, self.dtype = shape, DTYPES[compute]
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.context, shape.hidden) if shape.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = _norm(shape)
         self.head = None if shape.tied else Linear(shape.hidden, shape.vocab, bias=False)
         self.run_block = block_runner(checkpointing)
@@ -149,10 +173,11 @@ class Decoder(nn.Module):
             x = x + self.positions.weight[:length].to(self.dtype)
         else:
             turn = rotation(self.shape, length, tokens.device)
-        for block in self.blocks:
-            x = self.run_block(block, x, turn)
+        balance = torch.zeros((), device=x.device) if self.shape.experts else None
+        x, balance = run_blocks(self.blocks, self.run_block, x, turn, balance)
         head = table if self.head is None else self.head.weight.to(self.dtype)
-        return self._loss(F.linear(self.norm(x), *_head(head)), labels, normaliser)
+        loss = self._loss(F.linear(self.norm(x), *_head(head)), labels, normaliser)
+        return loss if balance is None else loss + balance_loss(self.shape, balance)
 
     def _loss(self, logits: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         flat = logits.flatten(0, 1).float()
@@ -192,7 +217,8 @@ def block_runner(checkpointing: str) -> Callable[..., Tensor]:
 
 def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name = str(operation)
-    expensive = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "gemm_4bit", "scaled_dot_product"))
+    kept = ("aten.mm", "aten.addmm", "aten.bmm", "_grouped_mm", "gemm_4bit", "scaled_dot_product")
+    expensive = any(part in name for part in kept)
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -215,7 +241,7 @@ def initial_part(name: str, start: int, stop: int, layers: int, seed: int, devic
         return torch.zeros(stop - start, device=device)
     if "norm" in name:
         return torch.ones(stop - start, device=device)
-    scale = 1 / math.sqrt(2 * layers) if name.endswith("output.weight") else 1.0
+    scale = 1 / math.sqrt(2 * layers) if name.endswith(("output.weight", "experts.output")) else 1.0
     index = torch.arange(start, stop, device=device, dtype=torch.int64)
     return _uniform(index, zlib.crc32(f"{seed}/{name}".encode())) * (INIT_STD * math.sqrt(3) * scale)
 

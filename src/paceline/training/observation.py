@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.results.records import OperationSample
+from paceline.results.records import OperationSample, RoutingSample
 from paceline.training.instruments import SHORT_NAMES, WireCounter
 
 if TYPE_CHECKING:
@@ -116,6 +116,59 @@ def precision_flags() -> dict[str, str]:
     if mkldnn is not None:
         flags["mkldnn.matmul.fp32_precision"] = mkldnn.fp32_precision
     return {name: str(value) for name, value in flags.items()}
+
+
+class RoutingWatch:
+    """Keeps what the routers of a mixture of experts decide in every step; reads nothing from the device before the
+    step is done."""
+
+    def __init__(self, module: Any, device: str, steps: int) -> None:
+        import torch
+
+        from paceline.training.mixture import mixtures_of
+
+        self.mixtures = list(mixtures_of(module)) if module is not None else []
+        self._tallies = [mixture.start_tally(device) for mixture in self.mixtures]
+        size = (steps, len(self._tallies), *(self._tallies[0].shape if self._tallies else (0, 0)))
+        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=device.startswith("cuda"))
+
+    def end_step(self, step: int) -> None:
+        """Copy the tallies of a recorded step, without waiting for the device, and clear them."""
+        for number, tally in enumerate(self._tallies):
+            if step < len(self._host):
+                self._host[step, number].copy_(tally, non_blocking=True)
+            tally.zero_()
+
+    def samples(self, rank: int, step: int, micro_batches: int, variant: int) -> list[RoutingSample]:
+        """The decisions of a finished step; empty for a dense model."""
+        from paceline.training import mixture
+
+        if not self.mixtures:
+            return []
+        choices, tally = self.mixtures[0].chosen, self._host[step]
+        rest = tally[:, choices:]
+        return [
+            RoutingSample(
+                rank=rank,
+                step=step,
+                layers=tuple(each.layer for each in self.mixtures),
+                assigned=tuple(tally[:, :choices].flatten().long().tolist()),
+                positions=tuple(rest[:, mixture.POSITIONS].flatten().long().tolist()),
+                computed=tuple(rest[:, mixture.COMPUTED].flatten().long().tolist()),
+                weights=tuple(rest[:, mixture.WEIGHT].flatten().tolist()),
+                balances=tuple((rest[:, mixture.BALANCE, 0] / micro_batches).tolist()),
+                variant=variant,
+            )
+        ]
+
+    def products(self, dtype: Any) -> dict[str, str]:
+        """How the products of experts are computed; empty for a dense model."""
+        from paceline.training.mixture import product_kind
+
+        experts = [each.experts for each in self.mixtures]
+        weights = [weight for each in experts for weight in (each.inputs, each.output)]
+        kinds = {product_kind(weight.device, dtype, weight.shape[1:]) for weight in weights}
+        return {"expert_products": "+".join(sorted(kinds))} if kinds else {}
 
 
 # --- single steps, operator by operator ---

@@ -19,7 +19,7 @@ from paceline.results.records import StepSample
 from paceline.training.data.corpus import Corpus, Partition, StepBatch, prefetch
 from paceline.training.data.packing import IGNORED_LABEL, RowCorpus
 from paceline.training.instruments import Clock, Stopwatch, reset_peak
-from paceline.training.observation import WindowWatch
+from paceline.training.observation import RoutingWatch, WindowWatch
 
 if TYPE_CHECKING:
     from paceline.workloads._checkpoints import Checkpointer
@@ -62,6 +62,8 @@ class Loop:
         self.normaliser: tuple[float, Tensor] | None = None
         self.window_began_at_s: float | None = None
         self.watch = WindowWatch()
+        module = getattr(trainer, "module", None) or getattr(trainer, "subject", None)
+        self.routing = RoutingWatch(module, seat.torch_device, steps)
 
     def window(self, steps: range, reset_at: int | None = None, checkpoints: Checkpointer | None = None) -> float:
         """Run and record `steps` between two barriers; returns the wall time of the window in seconds.
@@ -131,6 +133,7 @@ class Loop:
         self.recorder.progress(step, "optimizer")
         with stopwatch.phase("optimizer"):
             norm = self.trainer.update()
+        self.routing.end_step(step)
         assert total is not None
         if step < len(self.scalars):
             # A rank whose share is all padding has a loss of 0, and weight 0 in the loss of the step.
@@ -202,5 +205,7 @@ class Loop:
                     leader=leader,
                 )
             )
+            for routing in self.routing.samples(self.seat.rank, queued.step, len(batch.micro_batches), self.variant):
+                self.recorder.add(routing)
             if not math.isfinite(loss):
                 raise InvalidRunError(f"the loss is {loss} at step {queued.step}")

@@ -55,8 +55,10 @@ def check(spec: RunSpec) -> str | None:
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     check_data(spec.training.data, spec.training.sequence_length)
     shape = load_shape(spec.model)
-    if shape.experts:
-        return f"the reference decoder has no mixture of experts, which {spec.model} needs"
+    if shape.experts and shape.bias:
+        return f"the reference decoder has no experts with biases, which {spec.model} needs"
+    if shape.experts and spec.training.compile:
+        return "torch.compile needs fixed shapes, and the number of tokens of an expert changes with every batch"
     if shape.qkv_bias or shape.qk_norm:
         part = "bias on q, k and v alone" if shape.qkv_bias else "norm of q and k"
         return f"the reference decoder has no {part}, which {spec.model} needs"
@@ -243,6 +245,10 @@ def evidence(
     dtypes, optimizer, settings = trainer.declare()
     launch: dict[str, Scalar] = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
     launch |= {"started": "forked"} if placement.FORKED in os.environ else {}
+    if spec.tuning is None:
+        from paceline.training.decoder import DTYPES
+
+        launch |= loop.routing.products(DTYPES[spec.training.precision.compute])
     return Evidence(
         init_digest=start.trainable.digest,
         init_digests=start.trainable.by_name,

@@ -80,7 +80,11 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "has 1 stages per rank, got virtual=2"),
         ("mesh:tp=2", {"processes": 2, "precision": "fp16/fp32"}, "fp16 needs a loss scaler"),
         ("mesh:tp=2,async_tp=true", {"processes": 2}, "symmetric memory"),
-        ("mesh:ep=2", {"processes": 2}, "ep=2 needs a mixture of experts"),
+        ("mesh:ep=2", {"processes": 2}, "ep 2 needs a mixture of experts, which tiny-llama is not"),
+        ("mesh:ep=3", {"processes": 3, "model": "tiny-moe"}, "ep 3 does not divide the 4 experts of tiny-moe"),
+        ("mesh:dp=2,cp=2,ep=8", {"processes": 4, "model": "tiny-moe:experts=8"}, "does not divide dp 2 x cp 2 = 4"),
+        ("mesh:ep=2,shard=3", {"processes": 6, "model": "tiny-moe"}, "one of them must divide the other"),
+        ("mesh:tp=2", {"processes": 2, "model": "tiny-moe"}, "tp 2 would have to split experts"),
     ],
 )
 def test_refused_in_one_sentence(
@@ -120,3 +124,10 @@ def test_the_bubble_of_a_pipeline() -> None:
     assert Layout(pp=4, schedule="gpipe").bubble_ratio(4) == pytest.approx(3 / 7)
     assert Layout(pp=4, virtual=2, schedule="interleaved-1f1b").bubble_ratio(8) == pytest.approx(3 / 19)
     assert Layout(pp=4, virtual=2, schedule="zbv").bubble_ratio(8) is None
+
+
+def test_experts_are_spread_over_data_parallel_ranks() -> None:
+    layout = Layout(dp=4, ep=2, shard=4)
+    assert (layout.expert_shard, layout.expert_replicate, layout.sizes()) == (2, 1, {"ep": 2, "shard": 4})
+    assert layout.picture(2, 8)[1] == "rank 1  replica 1  experts 4-7  shard 2 of 4"
+    assert Layout(dp=4, ep=4).picture(2, 4)[3] == "rank 3  replica 3  expert 3"

@@ -278,3 +278,13 @@ def test_small_tensors_of_zero3_are_gathered_once_per_step() -> None:
 def test_wire_bytes_of_an_unknown_strategy_are_unknown() -> None:
     assert arithmetic.wire_bytes(Choice("mesh"), 1000, 8, 4, 4, 2) is None
     assert arithmetic.wire_bytes(Choice("zero", {"stage": 4}), 1000, 8, 4, 4, 2) is None
+
+
+def test_active_parameters_of_mixtures() -> None:
+    """Mixtral 8x7B has 46.7 B parameters, of which 12.9 B compute a token (Jiang et al., 2024); a dense model all."""
+    mixtral = load("mixtral-8x7b")
+    assert arithmetic.active_parameters(mixtral) == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
+    assert arithmetic.active_parameters(load("llama-1b")) == arithmetic.parameters(load("llama-1b"))
+    # MFU counts what computes a token: all but the embedding and the norms.
+    assert arithmetic.matmul_parameters(mixtral) == 12_879_925_248 - 32000 * 4096 - 65 * 4096
+    assert load("tiny-moe:experts=8,top_k=3").experts_per_token == 3

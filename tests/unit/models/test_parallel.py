@@ -10,6 +10,7 @@ from paceline.experiment.spec import Precision, Training
 from paceline.models import arithmetic, parallel
 
 GPT = arithmetic.load(Choice("tiny", {"hidden": 64}))
+MOE = arithmetic.load(Choice("tiny-moe"))
 LLAMA = arithmetic.load(Choice("tiny-llama", {"hidden": 64, "layers": 4}))
 
 
@@ -46,3 +47,17 @@ def test_bytes_by_hand() -> None:
     hsdp = parallel.sent_bytes(LLAMA, Layout(dp=4, shard=2), training, 0)
     count, root = arithmetic.parameters(LLAMA), arithmetic.root_parameters(LLAMA)
     assert hsdp == {"shard": 0.5 * 4 * (root + 2 * (count - root) + count), "replicate": count / 2 * 4}
+
+
+def test_what_a_rank_holds_and_sends_of_experts() -> None:
+    """tiny-moe: two layers, 4 experts of 3 * 64 * 64 weights; 2 sequences of 8 tokens, 2 choices of 64 fp32 numbers."""
+    layout, precision = Layout(dp=4, ep=2, shard=4), Precision(compute="fp32", reduce="fp32")
+    training = Training(sequence_length=8, micro_batch=2, precision=precision)
+    own = parallel.held(MOE, layout, 0)
+    assert own.experts == 2 * 2 * 3 * 64 * 64
+    assert own.total == arithmetic.parameters(MOE) - own.experts
+    sent = parallel.sent_bytes(MOE, layout, training, 0) or {}
+    assert sent["ep"] == 1 / 2 * 2 * (4 * (2 * 8 * 2) * 64 * 4 + 4 * 8)
+    dense = 3 / 4 * 4 * (own.root + 2 * own.blocks + own.root + own.blocks)
+    assert sent["shard"] == dense + 1 / 2 * 4 * 3 * own.experts, "experts over the two ranks that have them"
+    assert parallel.reduced(MOE, Layout(dp=2, ep=2), 0) == own.total - own.experts, "one copy of each expert"

@@ -13,7 +13,6 @@ from paceline.models.shape import Shape  # noqa: E402
 from paceline.training import decoder  # noqa: E402
 from paceline.training.decoder import Decoder, fill, initial_values  # noqa: E402
 
-DENSE = [name for name in arithmetic.names() if not arithmetic.load(Choice(name)).experts]
 GPT, LLAMA = "tiny", "tiny-llama"
 
 
@@ -46,7 +45,7 @@ def logits_of(model: Decoder, tokens: Any) -> Any:
     return seen[0]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", arithmetic.names())
 def test_the_module_holds_the_parameters_the_arithmetic_says(name: str) -> None:
     """Method, section 6 (7): counted parameters equal the config."""
     shape = shape_of(name)

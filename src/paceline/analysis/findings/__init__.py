@@ -74,6 +74,7 @@ from paceline.analysis.findings.training import (
     PredictedRun,
     Probe,
     Recommendation,
+    RoutingRow,
     RuleOfThumb,
     RunFinding,
     ScalingExplanation,

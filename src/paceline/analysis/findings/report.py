@@ -41,6 +41,7 @@ from paceline.analysis.findings.training import (
     MemoryRow,
     PredictedRun,
     Recommendation,
+    RoutingRow,
     RuleOfThumb,
     RunFinding,
     ScalingExplanation,
@@ -89,6 +90,7 @@ class Report:
     explanations: tuple[ScalingExplanation, ...] = ()
     layouts: tuple[LayoutRow, ...] = ()
     tradeoffs: tuple[Tradeoff, ...] = ()
+    routings: tuple[RoutingRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     memory_advice: tuple[MemoryAdvice, ...] = ()

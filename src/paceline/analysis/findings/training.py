@@ -500,6 +500,24 @@ class LayoutRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRow:
+    """How a cell with a mixture of experts spread its tokens. The ratios are of the busiest to the mean: of the experts
+    of a layer, the mean over layers and steps and the largest over layers; of the ranks that share experts (None
+    without expert parallelism). balance: the mean of the balance term. products: how those of experts are computed."""
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    experts: int
+    experts_per_token: int
+    imbalance_ratio: float
+    worst_layer_ratio: float
+    rank_imbalance_ratio: float | None
+    balance: float
+    products: str
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """One trial of a frontier search, in its own process."""
 

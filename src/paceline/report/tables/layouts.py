@@ -11,6 +11,7 @@ WORDS = {
     "tp": "tensor parallel",
     "pp": "pipeline",
     "cp": "context parallel",
+    "ep": "expert parallel",
     "shard": "sharding",
     "replicate": "replicas",
 }

@@ -166,8 +166,8 @@ class TorchTrainer:
         state = self._state()
         load_tensors(state, folder)
         # Plain numbers cannot be filled in place.
-        own = self._own
         for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            own = self._own(i)
             kept = self.optimizer.state[parameter]
             numbers = {key: type(v) for key, v in kept.items() if isinstance(v, int | float)}
             kept |= {key: kind(state[f"{own}optimizer.{i}.{key}"].item()) for key, kind in numbers.items()}
@@ -179,16 +179,19 @@ class TorchTrainer:
         if self.masters:
             self.masters.give_weights()
 
-    @property
-    def _own(self) -> str:
+    def _own(self, number: int) -> str:
         """Shards of 8-bit moments are plain tensors that differ between ranks, so each rank uses its own names."""
-        return f"rank.{self.rank}." if self.shards else self.prefix
+        return f"rank.{self.rank}." if self.shards else self.prefix_of(number)
+
+    def prefix_of(self, number: int) -> str:
+        """The prefix of the names of one trained weight and its state in a checkpoint."""
+        return self.prefix
 
     def _state(self) -> dict[str, Tensor]:
         """Trained weights and optimizer state, as tensors that loading fills in place; numbers become tensors."""
-        state = {f"{self.prefix}weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
-        own = self._own
+        state = {f"{self.prefix_of(i)}weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
         for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            own = self._own(i)
             for key, value in self.optimizer.state[parameter].items():
                 state[f"{own}optimizer.{i}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         scale = self.scaler.state_dict()

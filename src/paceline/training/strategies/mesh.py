@@ -1,4 +1,4 @@
-"""Any mix of data, tensor, pipeline and context parallelism with FSDP2 sharding, on torch's own parts."""
+"""Any mix of data, tensor, pipeline, context and expert parallelism with FSDP2 sharding, on torch's own parts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ SHORT_NAMES = {
     "tp": "every layer split over the processes of a node: mesh:tp=N.",
     "pp": "consecutive layers on each process: mesh:pp=N.",
     "cp": "sequences split over all processes: mesh:cp=N.",
+    "ep": "experts spread over all processes: mesh:ep=N.",
     "3d": "pipelines of 2, layers split in 2, data parallel over the rest: mesh:tp=2,pp=2,shard=N.",
 }
 
@@ -31,7 +32,7 @@ SHORT_NAMES = {
 @dataclass(frozen=True)
 class Options:
     """dp x cp x tp x pp is the number of processes; dp=0 takes what remains. shard: how many of the dp x cp ranks share
-    one copy of the weights.
+    one copy of the weights. ep: how many of them share the experts of every layer.
 
     Tensor: sequence splits activations between layers too; loss_parallel computes the loss on parts of the vocabulary;
     async_tp overlaps the exchanges with products. Pipeline: schedule, virtual stages per rank and micro_batches per
@@ -76,6 +77,7 @@ def expand(name: str, options: Mapping[str, Any], nodes: int, processes_per_node
         "tp": {"tp": processes_per_node},
         "pp": {"pp": world_size},
         "cp": {"cp": world_size},
+        "ep": {"ep": world_size},
         "3d": {"tp": 2, "pp": 2, "shard": max(1, world_size // 4)},
     }
     return {**usual[name], **options}
@@ -91,6 +93,7 @@ def layout(options: Mapping[str, Any], world_size: int) -> Layout:
         cp=chosen.cp,
         tp=chosen.tp,
         pp=chosen.pp,
+        ep=chosen.ep,
         shard=chosen.shard,
         virtual=(chosen.virtual or virtual) if pipelined else 1,
         v_shaped=v_shaped and pipelined,
@@ -113,6 +116,7 @@ def check(spec: RunSpec) -> str | None:
     reasons = (
         _unsupported_training(spec, chosen),
         _unsharded(degrees, chosen),
+        _indivisible_experts(shape, degrees),
         _indivisible_heads(shape, degrees),
         _indivisible_sequence(spec, degrees),
         _unscheduled(spec, shape, degrees),
@@ -125,8 +129,6 @@ def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
         return "the strategy mesh trains the reference decoder only, and not fine-tuned models"
     if spec.training.precision.compute == "fp16":
         return "fp16 needs a loss scaler that sees the overflow of every rank, which mesh does not have; use bf16"
-    if chosen.ep > 1:
-        return f"ep={chosen.ep} needs a mixture of experts, which the reference decoder does not have"
     if chosen.async_tp and spec.topology.device == "cpu":
         return "async_tp needs CUDA's symmetric memory, which a CPU does not have"
     if chosen.async_tp and not (spec.training.compile and chosen.tp > 1 and chosen.sequence):
@@ -145,6 +147,23 @@ def _unsharded(degrees: Layout, chosen: Options) -> str | None:
         return f"reshard_to {chosen.reshard_to} needs to divide shard {degrees.shard}, without a pipeline"
     if chosen.offload and degrees.data_ranks == 1:
         return "offload is an option of FSDP2, which needs dp x cp > 1"
+    return None
+
+
+def _indivisible_experts(shape: Shape, degrees: Layout) -> str | None:
+    ep, shard, ranks = degrees.ep, degrees.shard, degrees.data_ranks
+    if shape.experts and degrees.tp > 1:
+        return f"tp {degrees.tp} would have to split experts, which mesh does not do; use ep for {shape.name}"
+    if ep == 1:
+        return None
+    if not shape.experts:
+        return f"ep {ep} needs a mixture of experts, which {shape.name} is not"
+    if shape.experts % ep:
+        return f"ep {ep} does not divide the {shape.experts} experts of {shape.name}"
+    if ranks % ep:
+        return f"ep {ep} does not divide dp {degrees.dp} x cp {degrees.cp} = {ranks}"
+    if shard % ep and ep % shard:
+        return f"ep {ep} and shard {shard} take the same ranks, so one of them must divide the other"
     return None
 
 
@@ -212,10 +231,12 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     chosen = parse_options(Options, spec.strategy)
     degrees, shape = layout(spec.strategy.options, seat.world_size), load(spec.model)
     mesh, context_mesh = meshes(degrees, seat)
+    expert_mesh = mesh_of_experts(degrees, seat)
     stages = pipeline(spec, shape, degrees, seat)
     for _, stage in stages:
         tensor(stage, degrees, mesh)
         context(stage, degrees, context_mesh, spec)
+        expert(stage, degrees, expert_mesh)
         stages_of.fill(
             stage,
             spec.seed,
@@ -227,8 +248,9 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
             stage.to(DTYPES[spec.training.precision.reduce])
         checkpointing(stage, spec)
         compile_stage(stage, degrees, mesh, chosen, spec)
-        shard(stage, degrees, mesh, chosen, spec)
-    return MeshTrainer(stages, spec, seat, degrees, mesh, context_mesh, settings_of(chosen, degrees))
+        shard(stage, degrees, mesh, expert_mesh, chosen, spec)
+    settings = settings_of(chosen, degrees)
+    return MeshTrainer(stages, spec, seat, degrees, mesh, context_mesh, expert_mesh, settings)
 
 
 def settings_of(chosen: Options, degrees: Layout) -> dict[str, Any]:
@@ -247,6 +269,14 @@ def meshes(degrees: Layout, seat: Seat) -> tuple[Any, Any]:
         return mesh, None
     data = {"stages": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "parts": degrees.tp}
     return mesh, _mesh(data, seat)["cp"]
+
+
+def mesh_of_experts(degrees: Layout, seat: Seat) -> Any:
+    """The mesh of the weights of experts (pp, replicate, shard, ep, tp); None without expert parallelism."""
+    if degrees.ep == 1:
+        return None
+    copies = {"replicate": degrees.expert_replicate, "shard": degrees.expert_shard}
+    return _mesh({"pp": degrees.pp, **copies, "ep": degrees.ep, "tp": degrees.tp}, seat)
 
 
 def _mesh(sizes: Mapping[str, int], seat: Seat) -> Any:
@@ -289,6 +319,13 @@ def context(stage: Stage, degrees: Layout, mesh: Any, spec: RunSpec) -> None:
         parallel.apply(stage, mesh, spec.training.sequence_length, ring=degrees.ring)
 
 
+def expert(stage: Stage, degrees: Layout, mesh: Any) -> None:
+    from paceline.training.strategies._mesh import expert as parallel
+
+    if degrees.ep > 1:
+        parallel.apply(stage, mesh["ep"])
+
+
 def checkpointing(stage: Stage, spec: RunSpec) -> None:
     from paceline.training.decoder import block_runner
 
@@ -312,12 +349,12 @@ def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spe
         block.compile()
 
 
-def shard(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spec: RunSpec) -> None:
+def shard(stage: Stage, degrees: Layout, mesh: Any, experts: Any, chosen: Options, spec: RunSpec) -> None:
     """Average gradients over the data parallel ranks, and shard over them as far as `shard` says."""
     from paceline.training.strategies._mesh import shard as parallel
 
     if degrees.data_ranks == 1:
         return
-    parallel.apply(stage, mesh, degrees, spec, offload=chosen.offload, reshard_to=chosen.reshard_to)
+    parallel.apply(stage, mesh, experts, degrees, spec, offload=chosen.offload, reshard_to=chosen.reshard_to)
     if chosen.prefetch > 1:
         parallel.prefetch(stage, chosen.prefetch)

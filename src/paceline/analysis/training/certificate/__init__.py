@@ -21,6 +21,7 @@ from paceline.analysis.training.certificate.observed import (
     observe,
     standard_of,
 )
+from paceline.analysis.training.certificate.routing import computed_choices, router_decisions
 from paceline.analysis.training.certificate.settings import (
     clipping,
     debug_switches,
@@ -126,6 +127,8 @@ CHECKS: tuple[tuple[Callable[[Observed, Standard], Check | None], str], ...] = (
     (wire_dtype, COUNTED),
     (gradients_reduced, COUNTED),
     (only_adapters, COUNTED),
+    (router_decisions, OBSERVED),
+    (computed_choices, COUNTED),
     (moved, OBSERVED),
     (ranks_agree, OBSERVED),
     (optimizer_class, DECLARED),

@@ -99,7 +99,7 @@ def parameter_groups(run: Observed, standard: Standard) -> Check | None:
                 problems.append(f"{values} for {group['elements']:,} weights on rank {rank}{since}")
     total, count = _stepped(observed), trained_count(run)
     # Shards may be padded, never short. A pipeline steps a tied weight in its first and in its last stage.
-    whole = count + parallel.twice_held(run.record.shape, run.layout)
+    whole = count if run.spec.tuning else parallel.optimised(run.record.shape, run.layout)
     if not any(0 <= total - times * whole <= BYTES_TOLERANCE * count for times in range(1, len(observed) + 1)):
         problems.append(f"{total:,} weights stepped over all ranks of {count:,}")
     expected = f"{'; or '.join(map(in_words, allowed))}, for all {count:,} weights"

@@ -18,7 +18,7 @@ SCALAR_BYTES = 1024
 # Loss and norm scalars are always reduced in fp32; only traffic above this share of the gradients is checked.
 GRADIENT_SHARE = 0.01
 # Dimensions of a mesh over which activations are exchanged, and not gradients.
-OF_ACTIVATIONS = ("tp", "cp", "pp")
+OF_ACTIVATIONS = ("tp", "cp", "pp", "ep")
 
 
 def only_adapters(run: Observed, standard: Standard) -> Check | None:
@@ -75,9 +75,9 @@ def gradients_reduced(run: Observed, standard: Standard) -> Check | None:
         return None
     size = DTYPE_BYTES[spec.training.precision.reduce]
     whole = trained_count(run) * size
-    splits = layout.tp * layout.pp > 1
+    splits = layout.tp * layout.pp * layout.ep > 1
     own = {
-        rank: parallel.held(run.record.shape, layout, rank).total * size if splits else whole
+        rank: parallel.reduced(run.record.shape, layout, rank) * size if splits else whole
         for rank in range(layout.world_size)
     }
     reduced = _payload(run, REDUCTIONS)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.training.decoder import causal_attention
+from paceline.training.mixture import mixtures_of
 from paceline.training.strategies._mesh.stage import Stage
 
 
@@ -36,6 +37,14 @@ def apply(stage: Stage, mesh: Any, length: int, *, ring: bool) -> None:
     for block in stage.blocks.values():
         attention: Any = block.attention
         attention.attend = attend
+
+    def sum_parts(counts: Tensor) -> Tensor:
+        dist.all_reduce(counts, group=group)
+        return counts
+
+    for mixture in mixtures_of(stage):
+        mixture.parts, mixture.sum_parts = size, sum_parts
+        mixture.places = part_of_sequence(length, rank, size, ring=ring)
 
 
 def part_of_sequence(length: int, rank: int, size: int, *, ring: bool) -> Tensor:

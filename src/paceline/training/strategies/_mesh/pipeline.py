@@ -20,8 +20,8 @@ def schedule_of(
     group: Any,
     device: str,
     micro_batches: int,
-    examples: Callable[[Stage], tuple[Tensor, Tensor]],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    examples: Callable[[Stage], tuple[Any, Any]],
+    loss: Callable[[Any, Tensor], Tensor],
 ) -> Any:
     """torch's schedule over this rank's stages. examples(stage): tensors like its input and output, on the meta device.
 

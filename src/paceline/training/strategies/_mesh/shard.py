@@ -9,10 +9,13 @@ from paceline.experiment.spec import RunSpec
 from paceline.training.strategies._mesh.stage import Stage
 
 
-def apply(stage: Stage, mesh: Any, layout: Layout, spec: RunSpec, *, offload: bool, reshard_to: int) -> None:
+def apply(
+    stage: Stage, mesh: Any, experts: Any, layout: Layout, spec: RunSpec, *, offload: bool, reshard_to: int
+) -> None:
     """Shard every block and then the rest over the dimensions `replicate` and `shard` of the mesh.
 
-    With shard=1 every rank keeps a whole copy, and the all-reduce of gradients overlaps with the backward pass.
+    With shard=1 every rank keeps a whole copy, and the all-reduce of gradients overlaps with the backward pass. The
+    experts that a rank has alone, by expert parallelism, are sharded over the ranks that have them too.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -25,8 +28,17 @@ def apply(stage: Stage, mesh: Any, layout: Layout, spec: RunSpec, *, offload: bo
     policy = CPUOffloadPolicy(pin_memory=spec.topology.device == "cuda") if offload else OffloadPolicy()
     common: dict[str, Any] = {"mesh": ranks, "mp_policy": mixed_precision(spec), "offload_policy": policy}
     for block in stage.blocks.values():
+        if layout.ep > 1:
+            mixture: Any = block.mlp
+            others = {**common, "mesh": ranks_of(experts, layout)}
+            fully_shard(mixture.experts, reshard_after_forward=not keeps, **others)
         fully_shard(block, reshard_after_forward=reshard, **common)
     fully_shard(stage, reshard_after_forward=False, **common)
+
+
+def ranks_of(experts: Any, layout: Layout) -> Any:
+    """The mesh of the ranks that have the same experts."""
+    return experts["shard"] if layout.expert_replicate == 1 else experts["replicate", "shard"]
 
 
 def prefetch(stage: Stage, depth: int) -> None:

@@ -23,6 +23,7 @@ from paceline.training.decoder import (
     initial_values,
     rotation,
     rounded,
+    run_blocks,
 )
 
 
@@ -43,6 +44,8 @@ class Embedding(nn.Embedding):
 class Stage(nn.Module):
     """Maps token ids (the first stage) or activations to activations or (the last stage) logits.
 
+    Stages of a mixture of experts also pass on the balance term of the layers so far.
+
     places_of, total_length: the positions of this rank's part of a sequence, and the length of the whole; set by
     context parallelism. enter: called with the embedded tokens; set by tensor parallelism. whole_length: from the
     length of activations to that of the sequences this rank works on, which differ with sequence parallelism.
@@ -56,7 +59,7 @@ class Stage(nn.Module):
             self.embedding = Embedding(shape.vocab, shape.hidden)
             self.embedding.compute = self.dtype
             self.positions = nn.Embedding(shape.context, shape.hidden) if shape.positions == "learned" else None
-        self.blocks = nn.ModuleDict({str(layer): Block(shape) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in layers})
         if last:
             self.norm = _norm(shape)
             self.head = Linear(shape.hidden, shape.vocab, bias=False)
@@ -72,7 +75,7 @@ class Stage(nn.Module):
         if self.first and self.last and self.shape.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, balance: Tensor | None = None) -> Any:
         if self.first:
             tokens, x = x, self.embedding(x)
             length = tokens.shape[1]
@@ -91,9 +94,11 @@ class Stage(nn.Module):
             turn = rotation(self.shape, self.total_length, x.device)[:, places]
         if self.first:
             x = self.enter(x)
-        for block in self.blocks.values():
-            x = self.run_block(block, x, turn)
-        return self.head(self.norm(x)) if self.last else x
+        if self.shape.experts and self.first:
+            balance = torch.zeros((), device=x.device)
+        x, balance = run_blocks(self.blocks.values(), self.run_block, x, turn, balance)
+        x = self.head(self.norm(x)) if self.last else x
+        return x if balance is None else (x, balance)
 
     def decoder_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the decoder's names: a head that is tied to an embedding elsewhere has that one's name."""
@@ -112,8 +117,9 @@ def fill(stage: Stage, seed: int, compute: str, device: str, order: Callable[[st
     stage.tie()
     with torch.no_grad():
         for name, parameter in stage.decoder_names():
-            value = initial_values(name, parameter.shape, stage.shape.layers, seed, torch.device(device))
-            value = rounded(name, value, compute)
+            whole = expert_shape(stage, name, parameter.shape)
+            value = initial_values(name, whole, stage.shape.layers, seed, torch.device(device))
+            value = own_experts(stage, name, rounded(name, value, compute))
             rows = order(name, parameter.shape)
             value = value if rows is None else value[rows.to(value.device)]
             if isinstance(parameter, DTensor):
@@ -122,6 +128,24 @@ def fill(stage: Stage, seed: int, compute: str, device: str, order: Callable[[st
                 parameter.to_local().copy_(part.to_local())
             else:
                 parameter.copy_(value)
+
+
+def expert_shape(stage: Stage, name: str, shape: torch.Size) -> torch.Size:
+    """The shape of a parameter over all ranks that share the experts of a layer."""
+    experts = stage.shape.experts
+    return torch.Size((experts, *shape[1:])) if experts and is_expert(name) else shape
+
+
+def own_experts(stage: Stage, name: str, value: Tensor) -> Tensor:
+    """Of the weights of all experts, those of this rank; other weights themselves."""
+    if not is_expert(name):
+        return value
+    mixture: Any = stage.blocks[name.split(".")[1]].mlp
+    return value[mixture.first : mixture.first + mixture.experts.count]
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
 
 
 def loss_of(logits: Any, labels: Any, normaliser: Tensor, ignored: int) -> Tensor:

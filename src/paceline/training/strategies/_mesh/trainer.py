@@ -15,10 +15,10 @@ from paceline.contract import Seat
 from paceline.experiment.layout import Layout
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
-from paceline.training.decoder import DTYPES, IGNORED_LABEL
+from paceline.training.decoder import DTYPES, IGNORED_LABEL, balance_loss
 from paceline.training.strategies._mesh import pipeline, tensor
 from paceline.training.strategies._mesh.context import part_of_sequence
-from paceline.training.strategies._mesh.stage import Stage, loss_of, parameters_of
+from paceline.training.strategies._mesh.stage import Stage, is_expert, loss_of, parameters_of
 from paceline.training.strategies._torch import TorchTrainer, learning
 
 
@@ -37,10 +37,11 @@ class MeshTrainer(TorchTrainer):
         layout: Layout,
         mesh: Any,
         context: Any,
+        experts: Any,
         settings: Mapping[str, Any],
     ) -> None:
         self.stages, self.spec, self.seat, self.layout, self.mesh = stages, spec, seat, layout, mesh
-        self.context, self.shape = context, load(spec.model)
+        self.context, self.experts, self.shape = context, experts, load(spec.model)
         at = layout.coordinates(seat.rank)
         self.part: Tensor | None = None
         if layout.cp > 1:
@@ -87,8 +88,14 @@ class MeshTrainer(TorchTrainer):
         """Ranks of a context parallel group each have a part of the loss, and gradients are averaged over them."""
         return loss * (self.layout.cp / self.training.accumulation)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of this rank's tokens. With tensor parallelism each rank has the logits of a part of the words."""
+    def _loss(self, made: Any, labels: Tensor) -> Tensor:
+        """The loss of this rank's tokens, from the logits and, of a mixture, the balance term. With tensor parallelism
+        each rank has the logits of a part of the words."""
+        if self.shape.experts:
+            logits, balance = made
+            own = loss_of(logits, labels, self.normaliser, IGNORED_LABEL)
+            return own + balance_loss(self.shape, balance)
+        logits = made
         if self.layout.tp == 1:
             return loss_of(logits, labels, self.normaliser, IGNORED_LABEL)
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -148,13 +155,17 @@ class MeshTrainer(TorchTrainer):
         )
         own_words = self._own_words()
 
-        def examples(stage: Stage) -> tuple[Tensor, Tensor]:
+        def examples(stage: Stage) -> tuple[Any, Any]:
             given = torch.empty((rows, length), dtype=torch.int64, device="meta") if stage.first else between
             made = torch.empty((rows, length, own_words), dtype=dtype, device="meta", requires_grad=True)
-            return given, made if stage.last else between
+            after = made if stage.last else between
+            if not self.shape.experts:
+                return given, after
+            balance = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+            return given if stage.first else (given, balance), (after, balance)
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return self._scaled(self._loss(logits, labels))
+        def loss(made: Any, labels: Tensor) -> Tensor:
+            return self._scaled(self._loss(made, labels))
 
         group, device = self.mesh.get_group("pp"), self.seat.torch_device
         return pipeline.schedule_of(self.stages, self.layout, group, device, count, examples, loss)
@@ -187,18 +198,33 @@ class MeshTrainer(TorchTrainer):
             # Norms under sequence parallelism: each rank has the sum over its part of the sequence.
             if hasattr(gradient, "placements") and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        for parameter in self._experts():
+            # A rank's experts saw the tokens of `ep` ranks, and their gradients were averaged over fewer.
+            _local(parameter.grad).div_(self.layout.ep)
         self._add_tied()
         return super().update()
+
+    def prefix_of(self, number: int) -> str:
+        experts = {id(p) for p in self._experts()}
+        is_own = id(learning(self.module)[number]) in experts
+        return self.prefix + (f"ep.{self.experts.get_local_rank('ep')}." if is_own else "")
+
+    def _experts(self) -> list[nn.Parameter]:
+        """Weights of which the ranks of an expert parallel group each have others."""
+        if self.layout.ep == 1:
+            return []
+        return [p for name, p in self.module.named_parameters() if is_expert(name)]
 
     def clip(self) -> Tensor:
         """Clip by the norm over all ranks. A part that several ranks hold counts once."""
         total = torch.zeros((), device=self.seat.torch_device)
         ranks = self.layout.world_size // self.layout.pp
-        apart = {id(p) for p in self._twice_held()}
+        apart, experts = {id(p) for p in self._twice_held()}, {id(p) for p in self._experts()}
         for own, parameter in zip(self.stepped, learning(self.module), strict=True):
             if id(parameter) not in apart:
                 squares = _local(own.grad).float().square().sum().to(total.device)
-                total += squares * (_pieces(own) / ranks)
+                pieces = _pieces(own) * (self.layout.ep if id(parameter) in experts else 1)
+                total += squares * (pieces / ranks)
         dist.all_reduce(total)
         norm = total.sqrt()
         factor = (self.training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -250,11 +276,19 @@ class MeshTrainer(TorchTrainer):
             if name in own:
                 parameter: Any = own[name]
                 value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+                if self.layout.ep > 1 and is_expert(name):
+                    value = self._all_experts(value.detach())
                 value = tensor.in_decoder_order(value.detach(), tensor.row_order(name, self.shape, self.layout.tp))
             if group is not None:
                 value = self._from_owner(name, value, size, group)
             assert value is not None
             yield name, value
+
+    def _all_experts(self, own: Tensor) -> Tensor:
+        """The weights of all experts of a layer, from the ranks that share them."""
+        parts = [torch.empty_like(own) for _ in range(self.layout.ep)]
+        dist.all_gather(parts, own.contiguous(), group=self.experts.get_group("ep"))
+        return torch.cat(parts)
 
     def _from_owner(self, name: str, value: Tensor | None, size: tuple[int, ...], group: Any) -> Tensor:
         stage = self._stage_of(name)

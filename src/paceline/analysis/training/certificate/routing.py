@@ -1,0 +1,114 @@
+"""The same decisions of the routers of a mixture of experts, and every token computed by the experts that it chose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.analysis.findings import Check
+from paceline.analysis.training.certificate.observed import Observed, Standard, checked, steps_text
+from paceline.analysis.training.certificate.trajectory import SPREAD_FACTOR
+from paceline.results.records import RoutingSample
+
+# Rounding decides between experts with nearly equal scores. Without re-seeded references to show how often (fp32, few
+# steps), this many choices of a layer may differ, or this share of them.
+LEAST_CHOICES, LEAST_SHARE = 2, 1e-3
+# Rounding of the mean weight of a token, which is 1 if the weights of its experts were scaled to sum to 1.
+WEIGHT_TOLERANCE = {"fp32": 1e-4, "bf16": 2**-8, "fp16": 2**-10}
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """Sums over all ranks, of one layer at one step. assigned and positions have one number per expert (assigned for
+    the first choices, then for the second ones, ...), computed and weight too."""
+
+    assigned: tuple[int, ...]
+    positions: tuple[int, ...]
+    computed: tuple[int, ...]
+    weight: float
+
+    def differing(self, other: Decisions, length: int) -> float:
+        """At least so many choices differ: one that moves changes two counts by one, and two sums of positions by less
+        than the length of a sequence."""
+        counts = sum(abs(a - b) for a, b in zip(self.assigned, other.assigned, strict=True)) / 2
+        places = sum(abs(a - b) for a, b in zip(self.positions, other.positions, strict=True)) / 2
+        return max(counts, places / max(length - 1, 1))
+
+
+def _decisions(samples: Iterable[RoutingSample], variant: int = 0) -> dict[tuple[int, int], Decisions]:
+    """By step and layer."""
+    totals: dict[tuple[int, int], Counter[tuple[str, int]]] = {}
+    for sample in samples:
+        if sample.variant != variant:
+            continue
+        for number, layer in enumerate(sample.layers):
+            total = totals.setdefault((sample.step, layer), Counter())
+            for name in ("assigned", "positions", "computed", "weights"):
+                values = getattr(sample, name)
+                size = len(values) // len(sample.layers)
+                for place, value in enumerate(values[number * size : (number + 1) * size]):
+                    total[name, place] += value
+    return {key: _summed(total) for key, total in totals.items()}
+
+
+def _summed(total: Mapping[tuple[str, int], float]) -> Decisions:
+    def row(name: str) -> tuple[int, ...]:
+        return tuple(int(total[key]) for key in sorted(key for key in total if key[0] == name))
+
+    weight = sum(value for (name, _), value in total.items() if name == "weights")
+    return Decisions(row("assigned"), row("positions"), row("computed"), weight)
+
+
+def router_decisions(run: Observed, standard: Standard) -> Check | None:
+    """Each token chose as many experts as the model says, with weights that sum as in the reference, and the choices
+    are the reference's, but for as many as rounding explains."""
+    shape, reference = run.record.shape, standard.reference
+    if not shape.experts or reference is None or not reference.record.routings:
+        return None
+    own, known = _decisions(run.record.routings), _decisions(reference.record.routings)
+    numbers = sorted({s.variant for s in reference.record.routings} - {0})
+    variants = [_decisions(reference.record.routings, number) for number in numbers]
+    length, chosen = run.spec.training.sequence_length, shape.experts_per_token or 0
+    tokens = run.spec.tokens_per_step
+    missing = [step for step in run.steps if any((step, layer) not in own for layer in range(shape.layers))]
+    problems = [f"no decision of some layers at {steps_text(missing)}"] if missing else []
+    tolerance = WEIGHT_TOLERANCE[run.spec.training.precision.compute]
+    identical, spread, worst, limit = 0, 0.0, 0.0, 0.0
+    for step, layer in sorted(known):
+        base = known[step, layer]
+        spread = max([spread, *(v[step, layer].differing(base, length) for v in variants if (step, layer) in v)])
+        seen = own.get((step, layer))
+        if seen is None:
+            continue
+        where = f"in layer {layer} at step {step}"
+        if len(seen.assigned) != len(base.assigned) or sum(seen.assigned) != sum(base.assigned):
+            problems.append(f"{sum(seen.assigned):,} choices of {sum(base.assigned):,} {where}")
+            continue
+        if abs(seen.weight - base.weight) > tolerance * tokens:
+            problems.append(f"weights that sum to {seen.weight / tokens:.4g} per token {where}")
+        moved, identical = seen.differing(base, length), identical + (seen.assigned == base.assigned)
+        limit = max(LEAST_CHOICES, LEAST_SHARE * sum(base.assigned), SPREAD_FACTOR * spread)
+        worst = max(worst, moved)
+        if moved > limit:
+            problems.append(f"at least {moved:.0f} other choices {where}, expected at most {limit:.0f}")
+    expected = f"{chosen} of {shape.experts} experts for each token, the reference's but for {limit:.0f} per layer"
+    compared = sum(key in own for key in known)
+    seen_text = f"equal counts for {identical} of {compared} layers and steps, at most {worst:.0f} other choices"
+    return checked("router decisions", expected, problems, seen_text)
+
+
+def computed_choices(run: Observed, standard: Standard) -> Check | None:
+    """Every expert computed exactly the tokens that chose it, at every step: none was dropped or computed twice."""
+    if not run.record.shape.experts or not run.record.routings:
+        return None
+    problems, rows, own = [], 0, _decisions(run.record.routings)
+    for (step, layer), seen in sorted(own.items()):
+        experts = len(seen.computed)
+        wanted = [sum(seen.assigned[expert::experts]) for expert in range(experts)]
+        rows += sum(wanted)
+        lost = sum(abs(a - b) for a, b in zip(wanted, seen.computed, strict=True))
+        if lost:
+            problems.append(f"{lost:,} rows too few or too many in layer {layer} at step {step}")
+    expected = "every expert computes the tokens that chose it"
+    return checked("tokens of experts", expected, problems, f"{rows:,} rows at {len({s for s, _ in own})} steps")
