@@ -22,6 +22,7 @@ KEYS = [
         "explanations",
         "layouts",
         "tradeoffs",
+        "routings",
         "memory",
         "frontier",
         "memory_advice",
