@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,13 @@ def build(
         predictions=predicted.beside(predictions, sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
-        notes=(*_notes(cells, runs, _machines(ordered)), *replaced_note, *network.notes, *tested.notes),
+        notes=(
+            *_notes(cells, runs, _machines(ordered)),
+            *_reused_notes(ordered),
+            *replaced_note,
+            *network.notes,
+            *tested.notes,
+        ),
         nodes=training.of_nodes(tested.verdicts, costing or training.Costing()),
         skipped=tuple(skipped),
     )
@@ -268,6 +275,19 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
     if drift:
         notes.append(f"a host changed during the campaign, which may affect its runs: {'; '.join(drift.values())}")
     return notes
+
+
+def _reused_notes(records: Sequence[RunRecord]) -> list[str]:
+    """The references that were not computed for these runs."""
+    reused = [record for record in records if record.reused]
+    if not reused:
+        return []
+    days = sorted({f"{datetime.fromtimestamp(record.started_at, UTC):%Y-%m-%d}" for record in reused})
+    many = "1 reference was" if len(reused) == 1 else f"{len(reused)} references were"
+    return [
+        f"{many} reused, computed on {' and '.join(days)} with equal request, data, software, variables and class of "
+        "machine (--no-cache computes references again)"
+    ]
 
 
 def _with_served(report: Report, records: Sequence[RunRecord], costing: Costing) -> Report:

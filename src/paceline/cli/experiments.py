@@ -75,6 +75,9 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     verb.add_argument(
         "--benchmark", default="all", metavar="KIND", help="run only comm, training or memory cells (default: all)"
     )
+    verb.add_argument(
+        "--no-cache", action="store_true", help="compute references again, even if an earlier campaign has an equal one"
+    )
     add_allow_option(verb, "a module or setting that an experiment file outside of this directory may name")
     for option, text in (("warmup", "warm-up iterations"), ("iters", "timed iterations")):
         verb.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels")
@@ -122,7 +125,7 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     forecasts = _forecasts(specs, None)
     forecast.store(forecasts, arguments.out)
     rate = _usd_per_hour(specs, costing)
-    if ahead := _expected(specs, arguments.out, {one.spec.run_id: one for one in forecasts}):
+    if ahead := _expected(specs, arguments, {one.spec.run_id: one for one in forecasts}):
         total = forecast.total_text(ahead.values(), rate)
         print_hanging(screen, f"{len(ahead)} run{'' if len(ahead) == 1 else 's'} to do: {total}", 2)
     observer = display.observer_for(screen, rate, {one.spec.run_id: one.seconds for one in forecasts})
@@ -138,6 +141,7 @@ def run_experiment(arguments: argparse.Namespace) -> int:
                 notify=screen.print,
                 stopping=stopping,
                 partial=_answer_so_far,
+                cache=not arguments.no_cache,
             )
         )
     finally:
@@ -183,11 +187,11 @@ def plan(arguments: argparse.Namespace) -> int:
         return _print_manifests(runs, arguments.out)
     screen = console()
     predicted = {one.spec.run_id: one for one in _forecasts(runs, arguments.gpu)}
-    price, ahead = _price(arguments.price), _expected(specs, arguments.out, predicted)
+    price, ahead = _price(arguments.price), _expected(specs, arguments, predicted)
     if arguments.commands:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
-        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments.out, ahead, price)
+        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments, ahead, price)
     counts = (
         (len({spec.cell for spec in specs}), "cell"),
         (len(specs), "run"),
@@ -202,18 +206,28 @@ def plan(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _expected(specs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast]) -> dict[str, Expected]:
-    """What each unfinished run of a request and its references will take."""
+def _expected(
+    specs: Sequence[RunSpec], arguments: argparse.Namespace, predicted: Mapping[str, Forecast]
+) -> dict[str, Expected]:
+    """What each unfinished run of a request and its references will take, without references that are reused."""
     from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import references_of, unsupported
     from paceline.results.campaign_file import EndedRun, read_end
 
     runs = [spec for spec in (*references_of(specs).values(), *specs) if not unsupported(spec)]
+    runs, out = [spec for spec in runs if not _is_reused(spec, arguments)], arguments.out
     ended: dict[str, EndedRun] = {}
     for spec in runs:
         if (end := read_end(out / spec.experiment / spec.run_id)) is not None and end.damage is None:
             ended[spec.run_id] = end
     return forecast.expected(runs, predicted, ended)
+
+
+def _is_reused(spec: RunSpec, arguments: argparse.Namespace) -> bool:
+    """Whether an earlier campaign has an equal reference."""
+    from paceline.campaign.run import reference_cache
+
+    return not arguments.no_cache and reference_cache.find(spec) is not None
 
 
 def _usd_per_hour(specs: Sequence[RunSpec], costing: Costing) -> float | None:
@@ -230,7 +244,11 @@ def _usd_per_hour(specs: Sequence[RunSpec], costing: Costing) -> float | None:
 
 
 def _print_cells(
-    screen: Console, runs: Sequence[RunSpec], out: Path, ahead: Mapping[str, Expected], price: float | None
+    screen: Console,
+    runs: Sequence[RunSpec],
+    arguments: argparse.Namespace,
+    ahead: Mapping[str, Expected],
+    price: float | None,
 ) -> None:
     """A table of the cells, then what a reader should know about some of them, each remark once."""
     from paceline import report
@@ -240,8 +258,11 @@ def _print_cells(
     def state_of(spec: RunSpec) -> str:
         reason = unsupported(spec)
         more = "; more runs may follow" if leads_on(spec) and not reason else ""
-        return f"unsupported: {reason}" if reason else f"{_state(out / spec.experiment / spec.run_id)}{more}"
+        state = _state(out / spec.experiment / spec.run_id)
+        state = "reused from an earlier campaign" if state != "finished" and _is_reused(spec, arguments) else state
+        return f"unsupported: {reason}" if reason else f"{state}{more}"
 
+    out: Path = arguments.out
     found = plans.table(runs, state_of, _state_bytes, ahead, price)
     if found is not None:
         screen.print(report.drawn([found]))

@@ -69,6 +69,7 @@ def measure(arguments: argparse.Namespace) -> int:
             iters=None,
             allow_modules=["command"],
             keep_going=False,
+            no_cache=True,
             until=None,
             time_budget=None,
             **{name: getattr(arguments, name) for name in ("out", "set", "resume", *REPORT_OPTIONS)},

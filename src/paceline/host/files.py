@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -62,6 +63,13 @@ def document_of(path: Path) -> bytes:
     if len(content) > LARGEST_DOCUMENT_BYTES:
         raise OSError(errno.EFBIG, f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB", str(path))
     return content
+
+
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """Paceline's own in the state directory of the XDG specification, which ignores a relative XDG_STATE_HOME.
+    RuntimeError for a user without a home directory."""
+    state = environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state") / "paceline"
 
 
 def text_of(path: Path) -> str:

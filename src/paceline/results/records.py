@@ -413,13 +413,15 @@ class End:
     ended_at: float
     lost_nodes: tuple[int, ...] = ()
     repeated: int = 0
+    reused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """A finished run, read back. For a restarted run, steps has the last measurement of each step and redone
     those that a later attempt repeated; attempts is empty if there was only one. lost_nodes were lost before the end,
-    and the run continued without them. repeated: how often it was launched again because its host was disturbed."""
+    and the run continued without them. repeated: how often it was launched again because its host was disturbed.
+    reused: a reference that an earlier campaign computed."""
 
     spec: RunSpec
     status: Status
@@ -459,6 +461,7 @@ class RunRecord:
     redone: Sequence[StepSample] = ()
     lost_nodes: tuple[int, ...] = ()
     repeated: int = 0
+    reused: bool = False
 
     @property
     def evidence(self) -> Evidence | None:

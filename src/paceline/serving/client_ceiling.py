@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
-from paceline.host.files import write_atomically
+from paceline.host.files import state_directory, write_atomically
 from paceline.host.machine import cpu_model, usable_cores
 from paceline.results.served_samples import CeilingSample
 
@@ -50,10 +50,7 @@ def known(environ: Mapping[str, str] = os.environ, rank: int = 0) -> list[Ceilin
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """In the state directory of the XDG specification, which ignores a relative XDG_STATE_HOME."""
-    state = environ.get("XDG_STATE_HOME", "")
-    folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
-    return folder / "paceline" / f"client-ceiling-{host()}-{client()}.json"
+    return state_directory(environ) / f"client-ceiling-{host()}-{client()}.json"
 
 
 def host() -> str:

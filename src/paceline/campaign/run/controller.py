@@ -27,7 +27,7 @@ from paceline.analysis.compare.precision import precision_of
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
 from paceline.analysis.training.trust import launch_trust
-from paceline.campaign.run import supervision
+from paceline.campaign.run import reference_cache, supervision
 from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
@@ -66,6 +66,7 @@ def campaign(
     notify: Notify = lambda _message: None,
     stopping: Stopping | None = None,
     partial: Callable[[Sequence[RunRecord]], str] = lambda _records: "",
+    cache: bool = False,
 ) -> list[Status]:
     """Run every spec that is not sealed yet, references first, and return the status of each.
 
@@ -73,6 +74,7 @@ def campaign(
     ok. After a run that failed for a reason that would repeat, runs that would meet it too are left out,
     unless keep_going is true. notify gets messages about slow steps before the first run. With a stopping rule, cells
     are repeated until it is met; after each round notify gets the answer so far (`partial`) and what is still to come.
+    cache: use references of earlier campaigns, and keep those of this one.
     """
     if stopping is not None:
         specs = stopping.planned(specs)
@@ -103,6 +105,8 @@ def campaign(
             )
             observer.ended(spec, status, error, sealed is not None)
             statuses.append(status)
+            if cache and sealed is None and status is Status.OK and _is_reference(spec):
+                reference_cache.keep(spec, out / spec.experiment / spec.run_id)
             if not leads_on(requested):
                 continue
             # A search: the workload derives the next run from the results, until it repeats itself.
@@ -118,6 +122,9 @@ def campaign(
 
     with store.exclusive(directory), closing(runs):
         write_plan(directory, runs, rule)
+        for spec in references.values() if cache else ():
+            if _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
+                notify(reused_text(kept))
         if stopping is None:
             for requested in tuple(runs):
                 run(requested)
@@ -185,6 +192,12 @@ def _run_until(
             notify(message)
         following = stopping.next_round([spec for spec in runs if not _is_reference(spec)], known, spent_s)
         planned = [spec for spec in following if not is_blocked(spec)]
+
+
+def reused_text(record: RunRecord) -> str:
+    """One line about a reference that is not computed again."""
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at))
+    return f"reference of {record.spec.model}: reused from {at}, with equal request, software and machine (--no-cache)"
 
 
 def _is_reference(spec: RunSpec) -> bool:
