@@ -53,7 +53,7 @@ def build_evidence(spec: RunSpec, **more: Any) -> Evidence:
         "init_digest": "5f2c9e",
         "parameters": arithmetic.parameters(arithmetic.load(spec.model)),
         "dtypes": {
-            "parameters": precision.compute,
+            "parameters": precision.base,
             "compute": precision.compute,
             "gradient": precision.reduce,
             "gradient_reduction": precision.reduce,

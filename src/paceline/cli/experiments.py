@@ -388,7 +388,7 @@ def _state_bytes(spec: RunSpec) -> float | None:
     if not spec.is_trained or spec.script is not None:
         return None
     shape, tuning, ranks = arithmetic.load(spec.model), spec.tuning, spec.topology.world_size
-    compute, strategy = spec.training.precision.compute, spec.strategy or Choice("single")
+    compute, strategy = spec.training.precision.base, spec.strategy or Choice("single")
     if tuning:
         return adapters.state_bytes(shape, tuning, strategy, ranks, compute)
     return arithmetic.state_bytes(strategy, arithmetic.parameters(shape), ranks, compute)

@@ -119,10 +119,11 @@ class Traits:
 # host. STARTS: the engine starts its servers on the devices of its ranks.
 # USER_ONLY: options that are never taken from a capsule or an experiment of somebody else, each with what it decides
 # (see `foreign`). PADS_SHARDS: the strategy pads what it shards to equal rows per rank. SHORT_NAMES: other names for it
-# with some options set, each with a description; its function `expand` returns these options.
+# with some options set, each with a description; its function `expand` returns these options. EIGHT_BIT: the strategy
+# trains with 8-bit linear layers (`training.precision`).
 DECLARED: dict[str, dict[str, Any]] = {
     "workloads": {"TRAITS": Traits()},
-    "strategies": {"PADS_SHARDS": False, "SHORT_NAMES": {}, "USER_ONLY": {}},
+    "strategies": {"PADS_SHARDS": False, "EIGHT_BIT": False, "SHORT_NAMES": {}, "USER_ONLY": {}},
     "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}, "AXES": ()},
     "engines": {"UNMEASURED": {}, "STARTS": False, "USER_ONLY": {}},
     "exporters": {},

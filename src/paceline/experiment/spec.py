@@ -34,7 +34,14 @@ from paceline.experiment.script import UNKNOWN_MODEL, Script
 from paceline.experiment.serving import Serving
 
 SCHEMA = 1
-DTYPES = ("fp32", "bf16", "fp16")
+# Precision of the matrix products -> dtype of all other values: activations, and weights where they are used.
+PRECISIONS: Mapping[str, str] = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    **dict.fromkeys(("float8", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8"), "bf16"),
+}
 CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("cpu", "cuda")
 METHODS = ("full", "lora", "qlora")
@@ -101,23 +108,34 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """compute: dtype of the matrix products. Master weights and Adam's moments are always fp32.
+    """compute: precision of the matrix products, one of PRECISIONS. Master weights and Adam's moments are always fp32.
 
-    reduce: dtype in which gradients are accumulated and sent, the same for every strategy of a group.
+    The 8-bit ones apply to the linear layers of the blocks; attention and the head stay in bf16. float8 has one scale
+    per tensor, float8_rowwise one per row, float8_rowwise_gw_hp the same with gradients of weights in bf16, mxfp8 one
+    per 32 values. reduce: dtype in which gradients are accumulated and sent, the same for every strategy of a group.
     """
 
     compute: str = "fp32"
     reduce: str = "fp32"
 
     def __post_init__(self) -> None:
-        require(self.compute in DTYPES, "precision", self.compute, ", ".join(DTYPES))
-        accepted = sorted({"fp32", self.compute})
+        require(self.compute in PRECISIONS, "precision", self.compute, ", ".join(PRECISIONS))
+        accepted = sorted({"fp32", self.base})
         require(
             self.reduce in accepted,
             "reduce_dtype",
             self.reduce,
             f"{' or '.join(accepted)} with precision {self.compute}",
         )
+
+    @property
+    def base(self) -> str:
+        """The dtype of activations, and of weights where they are used."""
+        return PRECISIONS[self.compute]
+
+    @property
+    def is_8bit(self) -> bool:
+        return self.compute.startswith(("float8", "mxfp8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

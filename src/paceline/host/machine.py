@@ -37,6 +37,7 @@ _PACKAGES = (
     "transformers",
     "peft",
     "bitsandbytes",
+    "torchao",
     "psutil",
     "nvidia-ml-py",
 )

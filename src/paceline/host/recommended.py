@@ -42,7 +42,7 @@ class Profile:
 
     def __str__(self) -> str:
         batch, length = _range(self.micro_batch), _range(self.sequence_length)
-        precision = f"{self.precision} (Paceline trains in bf16)" if self.precision == "fp8" else self.precision
+        precision = f"{self.precision} (in Paceline: precision float8)" if self.precision == "fp8" else self.precision
         first = f"typical start: micro batch {batch}, sequence {length}, {precision}"
         # Whether NCCL settings make sense depends on the host.
         network = "`paceline doctor` checks the recommended NCCL settings on a host" if self.settings else None

@@ -164,6 +164,11 @@ def root_parameters(shape: Shape) -> int:
     return parameters(shape) - shape.layers * block_parameters(shape)
 
 
+def block_matrices(shape: Shape) -> int:
+    """Elements of the linear layers of all blocks, which have 8 bit with precision float8."""
+    return shape.layers * (_attention_weights(shape) + _mlp_weights(shape))
+
+
 def _norm_parameters(shape: Shape) -> int:
     return shape.hidden * (2 if shape.norm == "layernorm" else 1)
 
@@ -268,6 +273,7 @@ class Traffic:
     parameters: elements of all weights. gradient_bytes: P*r, gradients that are reduced. weight_bytes: P*p, all weights
     as they are gathered; root_weight_bytes: those outside the blocks. updated_bytes: the weights that learn. tensors:
     elements and bytes of every weight tensor. padding: what a strategy that pads its shards sends as well.
+    block_matrices: elements of the linear layers of all blocks.
     """
 
     options: Mapping[str, Any]
@@ -280,6 +286,7 @@ class Traffic:
     tensors: Sequence[tuple[int, int]]
     padding_weight_bytes: int = 0
     padding_gradient_bytes: int = 0
+    block_matrices: int = 0
 
 
 def sent_bytes(strategy: Named, traffic: Traffic, group_size: int) -> float | None:
@@ -298,12 +305,14 @@ def wire_bytes(
     parameter_bytes: int,
     root_parameters: int = 0,
     tensors: Sequence[int] = (),
+    block_matrices: int = 0,
 ) -> float | None:
     """Predicted bytes each rank sends per optimizer step; None where the strategy has no formula.
 
     reduce_bytes is r, bytes per reduced gradient element; parameter_bytes is p, bytes per gathered parameter;
     root_parameters those outside the blocks, which FSDP2 gathers once per micro batch instead of twice; tensors the
-    sizes of the weight tensors, of which ZeRO-3 does not shard the small ones.
+    sizes of the weight tensors, of which ZeRO-3 does not shard the small ones; block_matrices the elements that may be
+    gathered in 8 bit.
     """
     traffic = Traffic(
         options=strategy.options,
@@ -314,5 +323,6 @@ def wire_bytes(
         root_weight_bytes=root_parameters * parameter_bytes,
         updated_bytes=parameters * parameter_bytes,
         tensors=[(elements, elements * parameter_bytes) for elements in tensors],
+        block_matrices=block_matrices,
     )
     return sent_bytes(strategy, traffic, group_size)

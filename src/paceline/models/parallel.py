@@ -127,7 +127,7 @@ def _tokens(layout: Layout, training: Training) -> int:
 def _tensor_bytes(shape: Shape, layout: Layout, training: Training, rank: int, own: Held) -> float:
     """Two exchanges per layer and direction. An all-reduce sends as much as the all-gather and the reduce-scatter that
     replace it with sequence parallelism."""
-    b, tokens = DTYPE_BYTES[training.precision.compute], _tokens(layout, training)
+    b, tokens = DTYPE_BYTES[training.precision.base], _tokens(layout, training)
     activations, share = tokens * shape.hidden * b, (layout.tp - 1) / layout.tp
     first, last = layout.has_first(rank), layout.has_last(rank)
     # Learned positions are added before the sequence is split: an all-reduce and an all-gather, not one of each half.
@@ -143,7 +143,7 @@ def _tensor_bytes(shape: Shape, layout: Layout, training: Training, rank: int, o
 
 
 def _pipeline_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
-    b = DTYPE_BYTES[training.precision.compute]
+    b = DTYPE_BYTES[training.precision.base]
     split = layout.tp if layout.sequence_parallel else 1
     activations = _tokens(layout, training) * shape.hidden * b / split
     own, sends = layout.stages_of(rank), 0
@@ -158,7 +158,7 @@ def _pipeline_bytes(shape: Shape, layout: Layout, training: Training, rank: int)
 
 
 def _context_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
-    n, b, tokens = layout.cp, DTYPE_BYTES[training.precision.compute], _tokens(layout, training)
+    n, b, tokens = layout.cp, DTYPE_BYTES[training.precision.base], _tokens(layout, training)
     layers = layout.layer_count(rank, shape.layers)
     # The balance term of a mixture needs the tokens of each expert over whole sequences.
     sequences = training.micro_batch * training.accumulation
@@ -179,7 +179,7 @@ def _expert_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -
 
 
 def _shard_bytes(layout: Layout, training: Training, own: Held) -> float:
-    b, r = DTYPE_BYTES[training.precision.compute], DTYPE_BYTES[training.precision.reduce]
+    b, r = DTYPE_BYTES[training.precision.base], DTYPE_BYTES[training.precision.reduce]
     share, reshards = (layout.shard - 1) / layout.shard, layout.reshard_after_forward and layout.pp == 1
     gathers = training.accumulation if layout.pp == 1 else 1
     reductions = training.accumulation if layout.sync_every_micro_batch else 1

@@ -15,11 +15,12 @@ _DEGREES = ("tp", "pp", "cp")
 
 def runnable(one: Setup) -> str | None:
     """Why Paceline cannot run this setup itself; None if it can."""
-    if one.fp8:
-        return "Paceline does not train in fp8"
     split = next((f"{name}={getattr(one, name)}" for name in _DEGREES if getattr(one, name) > 1), None)
     if split is not None and one.shard not in ("none", "zero3"):
         return f"Paceline has no {one.shard} together with {split}"
+    unsplit = one.shard in ("none", "zero3") and split is None and not one.has_adapters and not one.offload
+    if one.fp8 and not unsplit:
+        return "Paceline trains in fp8 with ddp and fsdp2 only"
     if split is not None and one.has_adapters:
         return f"Paceline does not train adapters with {split}"
     return None if one.shard in _STRATEGIES else f"Paceline has no strategy {one.shard}"
@@ -44,13 +45,19 @@ def method_suffix(one: Setup) -> str:
     return "-qlora" if one.quantised else "-lora" if one.has_adapters else ""
 
 
+def _precision(one: Setup) -> str:
+    if not one.fp8:
+        return "bf16"
+    return "float8_rowwise" if one.fp8_rowwise else "float8"
+
+
 def document(model: str, setups: Sequence[Setup], name: str, steps: int) -> dict[str, Any]:
     """One experiment with a cell for each setup; all must be runnable and on the same number of GPUs."""
     first = setups[0]
     nodes = max(first.gpus // first.per_node, 1)
     base: dict[str, Any] = {
         "model": model,
-        "precision": "fp32" if first.gpu.name == CPU else "bf16",
+        "precision": "fp32" if first.gpu.name == CPU else _precision(first),
         "sequence_length": first.sequence_length,
         "nodes": nodes,
         "processes": first.gpus // nodes,

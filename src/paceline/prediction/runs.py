@@ -49,7 +49,8 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
     """What a run computes, as a setup; None where it trains nothing, or in another precision than is predicted."""
     # A CPU is described by its fp32 products, a GPU by its 16-bit ones.
     on_cpu = gpu.name == hardware.CPU
-    if not spec.is_trained or (spec.training.precision.compute == "fp32") is not on_cpu:
+    precision = spec.training.precision
+    if not spec.is_trained or precision.compute in ("tf32", "mxfp8") or (precision.base == "fp32") is not on_cpu:
         return None
     try:
         dimensions = shape or arithmetic.load(spec.model)
@@ -78,6 +79,8 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
         gpus_per_node=max(world // max(spec.topology.nodes, 1), 1),
         sequence_length=t.sequence_length,
         micro_batch=t.micro_batch,
+        fp8=precision.is_8bit,
+        fp8_rowwise="rowwise" in precision.compute,
         micro_batches=float(t.accumulation),
         tp=split.tp,
         pp=split.pp,

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from paceline.analysis.findings import Report
-from paceline.errors import RequestError
+from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.script import Script
+from paceline.experiment.spec import PRECISIONS
 from paceline.report.answer import answer, headline
 from paceline.report.text.cells import ranked_cells
 
@@ -81,6 +82,9 @@ def _require_own(tool: str, winner: Winner) -> None:
             f"recipe: got a script for --for {tool}, expected a strategy of Paceline: the settings of a script are its "
             "own. Use --for torchrun, which writes its command and config files."
         )
+    precision = winner.fields["precision"]
+    accepted = f"fp32, bf16 or fp16, which {tool} configures in the same way. Use --for torchrun"
+    require(PRECISIONS[precision] == precision, f"recipe --for {tool}: precision", precision, accepted)
 
 
 def torchrun(winner: Winner) -> Files:

@@ -217,7 +217,7 @@ def block_runner(checkpointing: str) -> Callable[..., Tensor]:
 
 def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name = str(operation)
-    kept = ("aten.mm", "aten.addmm", "aten.bmm", "_grouped_mm", "gemm_4bit", "scaled_dot_product")
+    kept = ("aten.mm", "aten.addmm", "aten.bmm", "_grouped_mm", "_scaled_mm", "gemm_4bit", "scaled_dot_product")
     expensive = any(part in name for part in kept)
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 

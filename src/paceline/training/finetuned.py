@@ -50,7 +50,7 @@ class Tuned(nn.Module):
         super().__init__()
         assert spec.tuning is not None
         self.model, self.facts = model, dict(facts)
-        self.dtype = DTYPES[spec.training.precision.compute]
+        self.dtype = DTYPES[spec.training.precision.base]
         # Without adapters every weight has the compute dtype already.
         self.autocasts = spec.tuning.has_adapters and self.dtype != torch.float32
         self.packed = is_packed(spec.training.data)
@@ -152,7 +152,7 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
     rounding = 0 if tuning.has_adapters else reseed
     open_model = _directory_model if "/" in spec.model.name else _seeded_model
     model, values, facts = open_model(spec, device, rounding)
-    dtype = DTYPES[precision.compute]
+    dtype = DTYPES[precision.base]
     _fill(model, lambda name, parameter: values(name, parameter).to(device, dtype), tuning, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     if model.config.tie_word_embeddings:
@@ -191,7 +191,7 @@ def package(name: str, needed_by: str) -> Any:
 
 def _seeded_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
     """A model of the named shape on the meta device, and its values."""
-    shape, compute = load_shape(spec.model), spec.training.precision.compute
+    shape, compute = load_shape(spec.model), spec.training.precision.base
 
     def values(name: str, parameter: Tensor) -> Tensor:
         value = initial_values(name, parameter.shape, shape.layers, spec.seed, torch.device(device))
@@ -229,7 +229,7 @@ def architecture(shape: Shape, needed_by: str) -> Any:
 def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
     """A Hugging Face model from a local directory; code in the directory is not run."""
     transformers = package("transformers", "fine-tuning")
-    dtype = DTYPES[spec.training.precision.compute]
+    dtype = DTYPES[spec.training.precision.base]
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         spec.model.name,
         local_files_only=True,
@@ -255,7 +255,7 @@ def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Va
 
     def values(name: str, parameter: Tensor) -> Tensor:
         value = parameter.detach().to(device, torch.float32)
-        return rounded(name, value, spec.training.precision.compute, rounding)
+        return rounded(name, value, spec.training.precision.base, rounding)
 
     return model, values, {"weights": "pretrained"}
 
@@ -334,6 +334,6 @@ def _add_adapters(model: Any, spec: RunSpec, device: str, reseed: int) -> None:
         if ".lora_A." in name:
             value = initial_values(name, parameter.shape, 1, spec.seed, parameter.device)
             value *= 1 / (INIT_STD * math.sqrt(3) * math.sqrt(parameter.shape[1]))
-            parameter.copy_(rounded(name, value, spec.training.precision.compute, reseed))
+            parameter.copy_(rounded(name, value, spec.training.precision.base, reseed))
         elif ".lora_B." in name:
             parameter.zero_()

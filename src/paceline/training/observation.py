@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,15 @@ def _copies(gradient: Any) -> int:
     return copies
 
 
+def _wrappers() -> tuple[type, ...]:
+    """Tensors that stand for others: DTensor, and torchao's float8 tensors where a model has them."""
+    from torch.distributed.tensor import DTensor
+
+    float8 = {"float8_training_tensor": "Float8TrainingTensor", "fsdp_utils": "WeightWithDynamicFloat8CastTensor"}
+    known = [(sys.modules.get(f"torchao.float8.{module}"), name) for module, name in float8.items()]
+    return (DTensor, *(getattr(module, name) for module, name in known if module is not None))
+
+
 class Audit:
     """Counts the collectives and the operators of a step; see `OperationSample` for the kinds."""
 
@@ -202,16 +212,16 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        from torch.distributed.tensor import DTensor
         from torch.optim.optimizer import register_optimizer_step_pre_hook
         from torch.utils._python_dispatch import TorchDispatchMode
 
-        audit = self
+        audit, wrappers = self, _wrappers()
 
         class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                # A DTensor's own dispatch comes first: it leads to the collectives and to the work on this rank's part.
-                if any(issubclass(each, DTensor) for each in types):
+                # A wrapper's own dispatch comes first: it leads to the collectives, to the work on this rank's part
+                # and to products in 8 bit.
+                if any(issubclass(each, wrappers) for each in types):
                     return NotImplemented
                 result = func(*args, **(kwargs or {}))
                 operator = func._schema.name.partition("::")[2]

@@ -27,10 +27,10 @@ def check(spec: RunSpec) -> str | None:
         return f"fine-tuning supports the llama family only, and {spec.model} belongs to the family {shape.family}"
     if tuning.has_adapters and precision.reduce != "fp32":
         return f"adapters and their gradients are fp32: reduce_dtype must be fp32 with {tuning.method}"
-    if not tuning.has_adapters and precision.reduce != precision.compute:
-        dtype = precision.compute
+    if not tuning.has_adapters and precision.reduce != precision.base:
+        dtype = precision.base
         return f"full fine-tuning keeps weights and gradients in {dtype}: reduce_dtype must be {dtype} too"
-    return None
+    return pretrain.why_no_precision(spec)
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
+from paceline.experiment import plugins
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
@@ -65,19 +66,48 @@ def check(spec: RunSpec) -> str | None:
     if shape.positions == "learned" and spec.training.sequence_length > shape.context:
         length = spec.training.sequence_length
         return f"{spec.model} has {shape.context} positions, fewer than the sequence length {length}"
-    return None
+    return why_no_precision(spec)
+
+
+def why_no_precision(spec: RunSpec) -> str | None:
+    """Why this model and strategy cannot be trained in the requested precision; None if they can.
+
+    Whether the device has such products is known in the worker only.
+    """
+    precision = spec.training.precision
+    if precision.compute == "tf32" and spec.topology.device == "cpu":
+        return "precision tf32 is a format of NVIDIA GPUs; a CPU multiplies in fp32"
+    if not precision.is_8bit:
+        return None
+    if spec.tuning is not None:
+        return f"precision {precision.compute} trains every weight from 16-bit copies; fine-tuning does not support it"
+    if spec.strategy is not None:
+        declared = plugins.declared("strategies", spec.strategy.name, imports=True)
+        if not (declared and declared["EIGHT_BIT"]):
+            return f"the strategy {spec.strategy.name} does not train in 8 bit (precision {precision.compute})"
+    multiple, shape = (32 if precision.compute == "mxfp8" else 16), load_shape(spec.model)
+    sizes = {
+        "hidden": shape.hidden,
+        "ffn": shape.ffn,
+        "heads x head_dim": shape.heads * shape.head_dim,
+        "kv_heads x head_dim": shape.kv_heads * shape.head_dim,
+        "micro_batch x sequence_length": spec.training.micro_batch * spec.training.sequence_length,
+    }
+    odd = next((f"{name} = {size:,}" for name, size in sizes.items() if size % multiple), None)
+    return odd and f"precision {precision.compute} needs matrices whose sides are multiples of {multiple}, got {odd}"
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     """Wrap the model, run the timed window, then profile and count bytes on extra steps."""
     from paceline.training.data.corpus import Partition, facts_of, open_data
     from paceline.training.instruments import clock_for, read_memory, release_unused
+    from paceline.training.precision import matrix_products
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
     corpus = open_data(spec, load_shape(spec.model).vocab)
     recorder.progress(0, "setup")
-    with attention_backends(seat.device):
+    with attention_backends(seat.device), matrix_products(spec.training.precision):
         # The limit applies to training only, not to the instruments that run after the window.
         with memory_limited(spec, seat, recorder):
             trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
@@ -215,7 +245,7 @@ def initial_weights(spec: RunSpec, trainer: Trainer) -> Initial:
     from paceline.training.decoder import initial_part, rounded
 
     if spec.tuning is None:
-        layers, compute = load_shape(spec.model).layers, spec.training.precision.compute
+        layers, compute = load_shape(spec.model).layers, spec.training.precision.base
 
         def part(name: str, start: int, stop: int, value: Tensor) -> Tensor:
             return rounded(name, initial_part(name, start, stop, layers, spec.seed, value.device), compute)

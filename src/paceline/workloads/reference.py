@@ -41,6 +41,7 @@ def check(spec: RunSpec) -> str | None:
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.training.data.corpus import Partition, facts_of, open_data
     from paceline.training.instruments import attention_backends, clock_for, release_unused
+    from paceline.training.precision import matrix_products
     from paceline.workloads._loop import Loop
     from paceline.workloads.pretrain import audit, digest_weights, evidence, initial_weights, with_final_weights
 
@@ -50,7 +51,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     covered = spec.steps
     for variant in range(options.variants):
         recorder.progress(0, f"setup of variant {variant}")
-        with attention_backends(seat.device):
+        with attention_backends(seat.device), matrix_products(spec.training.precision):
             trainer = single.wrap(spec, seat, reseed=variant)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)

@@ -110,7 +110,7 @@ def test_a_variable_that_nccl_does_not_know_is_never_recommended(golden: object)
     assert "NCCL_" not in str(profile), "settings are for `doctor`, which knows the host"
     assert str(profile) == golden
     assert "fp8" in str(profile)
-    assert "bf16" in str(profile)
+    assert "precision float8" in str(profile)
 
 
 @pytest.mark.parametrize(

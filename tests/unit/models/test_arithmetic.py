@@ -257,6 +257,15 @@ def test_fsdp2_keeps_its_root_from_forward_to_backward() -> None:
     assert observed == (4 * (2 * (whole - root) + root) * 2 + whole * 4) / 2
 
 
+def test_fsdp2_gathers_linear_layers_in_one_byte_if_asked() -> None:
+    """As counted on two ranks: 7,168 weights of linear layers, 64 of norms in the block; 4,096 + 32 of the root."""
+    shape = load("tiny-llama:layers=1,hidden=32,heads=2,kv_heads=2,head_dim=16,ffn=32,vocab=64")
+    parts = arithmetic.root_parameters(shape), (), arithmetic.block_matrices(shape)
+    strategy = Choice("fsdp2", {"float8_all_gather": True})
+    observed = arithmetic.wire_bytes(strategy, arithmetic.parameters(shape), 2, 1, 4, 2, *parts)
+    assert observed == (8256 + 14592 + 45440) / 2
+
+
 def test_zero3_beyond_its_reuse_window_gathers_twice() -> None:
     billions = 8 * 10**9
     assert arithmetic.wire_bytes(Choice("zero", {"stage": 3}), billions, 8, 1, 4, 2) == pytest.approx(

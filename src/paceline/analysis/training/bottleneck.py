@@ -68,7 +68,7 @@ def products(cell: Cell) -> Floor:
     """FLOPs of a step on one device, including recomputed ones, at the best product reached there."""
     peak, note = metrics.measured_peak(cell)
     tokens = cell.per("tokens")
-    dtype = cell.spec.training.precision.compute
+    dtype = metrics.compute_dtype(cell)
     if peak is None or tokens is None:
         return Floor(None, _no_ceiling(cell, f"{dtype} products"))
     try:

@@ -221,12 +221,15 @@ def _predicted_wire(cell: Cell) -> Estimate:
         if layout is not None:
             value = parallel.predicted_total(shape, layout, spec.training)
         elif spec.tuning:
-            dtypes = precision.reduce, precision.compute
+            dtypes = precision.reduce, precision.base
             value = adapters.wire_bytes(shape, spec.tuning, spec.strategy, ranks, accumulation, *dtypes)
         else:
-            sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.compute]
+            sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.base]
             parts = arithmetic.root_parameters(shape), arithmetic.tensor_sizes(shape)
-            value = arithmetic.wire_bytes(spec.strategy, evidence.parameters, ranks, accumulation, *sizes, *parts)
+            matrices = arithmetic.block_matrices(shape)
+            value = arithmetic.wire_bytes(
+                spec.strategy, evidence.parameters, ranks, accumulation, *sizes, *parts, matrices
+            )
     except RequestError as error:
         return Estimate(None, str(error))
     return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
@@ -237,7 +240,9 @@ def compute_dtype(cell: Cell) -> str:
     evidence = cell.windows[0].record.evidence
     if cell.spec.script and evidence:
         return str(evidence.dtypes.get("compute"))
-    return cell.spec.training.precision.compute
+    precision = cell.spec.training.precision
+    # As tables of GPUs and the workload compute name it.
+    return "fp8" if precision.is_8bit else precision.compute
 
 
 def dense_peak(cell: Cell) -> tuple[float | None, str]:

@@ -14,6 +14,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
 from paceline.training import finetuned
 from paceline.training.decoder import DTYPES, Decoder, fill
+from paceline.training.precision import compute_name, convert
 from paceline.training.strategies._optimizers import (
     LocalShards,
     Masters,
@@ -41,7 +42,8 @@ def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0) -> Sub
     def copy(parameter: Tensor, value: Tensor) -> None:
         parameter.data.copy_(value)
 
-    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, copy, reseed)
+    convert(decoder.blocks, spec.training.precision, seat.device)
+    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.base, copy, reseed)
     return decoder.to(DTYPES[dtype])
 
 
@@ -49,7 +51,7 @@ def build_decoder(spec: RunSpec, device: str) -> Decoder:
     """The decoder on `device` ("meta" allocates nothing), without initial values."""
     training = spec.training
     with torch.device(device):
-        return Decoder(load(spec.model), training.precision.compute, training.checkpointing)
+        return Decoder(load(spec.model), training.precision.base, training.checkpointing)
 
 
 def compile_whole(subject: Subject) -> None:
@@ -93,7 +95,8 @@ def tuning_facts(module: nn.Module) -> tuple[dict[str, str], dict[str, Any]]:
 class TorchTrainer:
     """Implements `contract.Trainer`; strategies pass their differences as functions.
 
-    sync(last) is called before each micro batch, to switch the reduction of its gradients on or off. prefix: of the
+    sync(last) is called before each micro batch, to switch the reduction of its gradients on or off; after_update after
+    each optimizer step. prefix: of the
     names in a checkpoint, for ranks that hold other weights than their neighbours.
     """
 
@@ -105,12 +108,14 @@ class TorchTrainer:
         *,
         full_parameters: Callable[[], Iterator[tuple[str, Tensor]]],
         sync: Callable[[bool], None] = lambda last: None,
+        after_update: Callable[[], None] | None = None,
         settings: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
         training = spec.training
         self.module, self.training, self.sync, self.rank = module, training, sync, seat.rank
         self.full_parameters, self.settings, self.prefix = full_parameters, dict(settings or {}), prefix
+        self.after_update = after_update
         parameters = learning(module)
         self.masters = Masters(parameters) if parameters[0].dtype != torch.float32 else None
         self.stepped: list[Any] = [*(self.masters.copies if self.masters else parameters)]
@@ -151,6 +156,8 @@ class TorchTrainer:
             self.shards.clear_gradients()
         if self.masters:
             self.masters.give_weights()
+        if self.after_update:
+            self.after_update()
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
 
@@ -201,8 +208,8 @@ class TorchTrainer:
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         precision = self.training.precision
         dtypes = {
-            "parameters": precision.compute,
-            "compute": precision.compute,
+            "parameters": precision.base,
+            "compute": compute_name(self.module, precision.base),
             "gradient": precision.reduce,
             "gradient_reduction": precision.reduce,
             **state_dtypes(self.optimizer),

@@ -12,6 +12,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
 
 DEFAULT_BUCKET_MB = 25.0
+EIGHT_BIT = True
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
         stages_of.fill(
             stage,
             spec.seed,
-            spec.training.precision.compute,
+            spec.training.precision.base,
             seat.torch_device,
             lambda name, _: row_order(name, shape, degrees.tp),
         )
@@ -297,7 +297,7 @@ def pipeline(spec: RunSpec, shape: Shape, degrees: Layout, seat: Seat) -> list[t
 
     from paceline.training.strategies._mesh.stage import Stage
 
-    compute, last = spec.training.precision.compute, degrees.stages - 1
+    compute, last = spec.training.precision.base, degrees.stages - 1
     with torch.device("meta"):
         return [
             (i, Stage(shape, compute, degrees.layers_of(i, shape.layers), first=i == 0, last=i == last))

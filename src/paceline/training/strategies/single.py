@@ -11,6 +11,8 @@ from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
 
+EIGHT_BIT = True
+
 
 @dataclass(frozen=True)
 class Options:

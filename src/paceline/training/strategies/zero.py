@@ -158,7 +158,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
     # DeepSpeed would cast by itself, but with both copies on the device at once.
-    subject = whole_subject(spec, seat, spec.training.precision.compute)
+    subject = whole_subject(spec, seat, spec.training.precision.base)
     if spec.training.compile:
         # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
         compile_parts(subject) if chosen.stage == 3 else compile_whole(subject)
@@ -204,7 +204,7 @@ def _hidden(package: str) -> Iterator[None]:
 def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
     """DeepSpeed's configuration, with every value that it would otherwise guess: batch sizes, clipping, dtypes."""
     training = spec.training
-    compute, reduce = training.precision.compute, training.precision.reduce
+    compute, reduce = training.precision.base, training.precision.reduce
     zero: dict[str, Any] = {"stage": chosen.stage, "overlap_comm": chosen.overlap}
     if training.bucket_mb is not None:
         elements = int(training.bucket_mb * 2**20) // (4 if reduce == "fp32" else 2) & ~1
@@ -324,13 +324,14 @@ class ZeroTrainer:
             raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        from paceline.training.precision import compute_name
         from paceline.training.strategies._optimizers import DTYPE_NAMES, optimizer_facts, state_dtypes
         from paceline.training.strategies._torch import tuning_facts
 
         model_dtype, accumulation = self.engine.get_data_types()
         dtypes = {
             "parameters": DTYPE_NAMES[model_dtype],
-            "compute": DTYPE_NAMES[self.subject.dtype],
+            "compute": compute_name(self.subject, DTYPE_NAMES[self.subject.dtype]),
             "gradient": DTYPE_NAMES[accumulation],
             "gradient_reduction": DTYPE_NAMES[self.engine.communication_data_type],
             **state_dtypes(self.optimizer),

@@ -45,6 +45,8 @@ def check(spec: RunSpec) -> str | None:
     assert spec.serving is not None
     parse_options(Options, spec.workload)
     arithmetic.vocabulary(spec.model)
+    precision = spec.training.precision
+    require(precision.compute == precision.base, "precision", precision.compute, "fp32, bf16 or fp16 for inference")
     serving = spec.serving
     bounded = serving.scenario in loads.BOUNDED
     fits = serving.partition != "paired" or bounded

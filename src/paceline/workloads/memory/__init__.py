@@ -44,6 +44,9 @@ def check(spec: RunSpec) -> str | None:
 def check_training(spec: RunSpec) -> str | None:
     if declared_layout(spec) is not None:
         return f"memory by component is not predicted for the strategy {spec.strategy}; pretrain measures its peak"
+    if spec.training.precision.is_8bit:
+        precision = spec.training.precision.compute
+        return f"memory by component is not predicted for precision {precision}; pretrain measures its peak"
     return pretrain.check(replace(spec, workload=Choice("pretrain")))
 
 

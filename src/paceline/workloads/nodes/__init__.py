@@ -8,6 +8,7 @@ numbers of others. `stages` does the work.
 from __future__ import annotations
 
 from paceline.contract import Recorder, Seat
+from paceline.errors import require
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
@@ -18,7 +19,8 @@ TRAITS = Traits(trains=True, tests_nodes=True)
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = parse_options(Options, spec.workload)
+    chosen, precision = parse_options(Options, spec.workload), spec.training.precision
+    require(precision.compute == precision.base, "precision", precision.compute, "fp32, bf16 or fp16 for nodes")
     if load_shape(spec.model).experts:
         return f"the reference decoder has no mixture of experts, which {spec.model} needs"
     if chosen.training == "none":

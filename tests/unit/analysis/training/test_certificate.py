@@ -471,6 +471,35 @@ class TestAuditedSteps:
         assert self.refused(good, reference, cast=("float8_e4m3fn", 1, 1)) == ["matrix products"]
         assert self.refused(good, reference, cast=("float64", 1, 1)) == []
 
+    def test_8_bit_products(self, make_spec: Builder, make_record: Builder, make_reference: Builder) -> None:
+        """Seven of eight FLOPs in 8 bit, the head in bf16, whatever the declaration says."""
+        mixed = {"product": ("float8_e4m3fn", 9, 3.5e9), "head": ("bf16", 3, 0.5e9)}
+        spec = make_spec(precision="float8")
+
+        def judged(record: RunRecord, counts: Any, known: Any) -> list[str]:
+            runs = [self.audited(record, **counts), self.audited(make_reference(record.spec), **known)]
+            heads = [dataclasses.replace(o, operation="product") for run in runs for o in run.operations]
+            half = len(runs[0].operations)
+            found = (heads[:half], heads[half:])
+            both = [
+                dataclasses.replace(
+                    run,
+                    operations=tuple(
+                        new if old.operation == "head" else old for old, new in zip(run.operations, group, strict=True)
+                    ),
+                )
+                for run, group in zip(runs, found, strict=True)
+            ]
+            return failed(certify(both[0], both[1], []))
+
+        whole = {"product": ("float8_e4m3fn", 9, 7e9), "head": ("bf16", 3, 1e9)}
+        plain = {"product": ("bf16", 12, 4e9)}
+        assert judged(make_record(spec), mixed, whole) == []
+        assert judged(make_record(spec), plain, whole) == ["matrix products"], "declares float8, multiplies in bf16"
+        assert judged(make_record(spec), plain, {"product": ("bf16", 12, 8e9)}) == ["matrix products"], "both do"
+        sixteen = make_record(make_spec(precision="bf16"))
+        assert judged(sixteen, mixed, {"product": ("bf16", 12, 8e9)}) == ["matrix products"], "declares bf16"
+
     def test_merged_micro_batches(self, good: RunRecord, reference: RunRecord) -> None:
         assert self.refused(good, reference, embedding=("fp32", 1, 256)) == ["micro batches per step"]
 

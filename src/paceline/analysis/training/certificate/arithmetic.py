@@ -14,6 +14,8 @@ Counts = dict[tuple[int, int], dict[str, tuple[int, int]]]
 WIDE = ("fp32", "float64")
 # Some layers pad the last micro batch or the vocabulary; a missing layer or a skipped product is more.
 FLOPS_TOLERANCE = 0.005
+# Of the dtypes of 8-bit factors, as torch names them.
+EIGHT_BIT = "float8"
 
 
 def _operations(run: Observed, operation: str) -> Counts:
@@ -39,7 +41,7 @@ def products(run: Observed, standard: Standard) -> Check | None:
     precision = run.spec.training.precision
     wanted = _dtypes_of(known)
     problems = [f"products of {dtype}" for dtype in sorted(_dtypes_of(own) - wanted)]
-    casts = _dtypes_of(_operations(reference, "cast")) | wanted | {precision.compute, precision.reduce, *WIDE}
+    casts = _dtypes_of(_operations(reference, "cast")) | wanted | {precision.base, precision.reduce, *WIDE}
     approximates = run.spec.approximation is not None
     if not approximates:
         problems += [f"values rounded to {dtype}" for dtype in sorted(_dtypes_of(_operations(run, "cast")) - casts)]
@@ -54,16 +56,34 @@ def products(run: Observed, standard: Standard) -> Check | None:
             for step, flops in _flops(own).items()
             if abs(flops - total) > FLOPS_TOLERANCE * total and not (approximates and flops > total)
         ]
+    if precision.is_8bit:
+        text, missing = _eight_bit_problems(own, known)
+        expected += text
+        problems += missing
     plain = ", as plain code" if run.spec.training.compile else ""
     seen = f"as expected at {len(_flops(own))} steps chosen at random{plain}"
     return checked("matrix products", expected, problems, seen)
 
 
-def _flops(counts: Counts) -> dict[int, int]:
-    """FLOPs by step over all ranks."""
+def _eight_bit_problems(own: Counts, known: Counts) -> tuple[str, list[str]]:
+    """What is expected of the products in 8 bit, and what is missing: at least the reference's FLOPs are in 8 bit, and
+    the reference has some. More is impossible where all FLOPs are equal, and recomputation where they are not."""
+    least = min(_flops(known, EIGHT_BIT).values(), default=0)
+    if not least:
+        return ", some in 8 bit", ["no 8-bit product in the reference"]
+    problems = [
+        f"{flops / least:.4g} times the 8-bit FLOPs at step {step}"
+        for step, flops in _flops(own, EIGHT_BIT).items()
+        if flops < (1 - FLOPS_TOLERANCE) * least
+    ]
+    return f", {least:.6g} of them in 8 bit", problems
+
+
+def _flops(counts: Counts, prefix: str = "") -> dict[int, int]:
+    """FLOPs by step over all ranks, of dtypes whose names begin so."""
     found: Counter[int] = Counter()
     for (_, step), by_dtype in counts.items():
-        found[step] += sum(work for _, work in by_dtype.values())
+        found[step] += sum(work for dtype, (_, work) in by_dtype.items() if dtype.startswith(prefix))
     return dict(found)
 
 

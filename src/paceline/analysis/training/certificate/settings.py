@@ -52,7 +52,7 @@ def expected_dtypes(spec: RunSpec) -> dict[str, str]:
         "optimizer_state": "fp32",
         "master_weights": "fp32",
     }
-    return wanted if spec.tuning is None else _tuned_dtypes(wanted, spec.tuning, precision.compute)
+    return wanted if spec.tuning is None else _tuned_dtypes(wanted, spec.tuning, precision.base)
 
 
 def declared_dtypes(run: Observed, standard: Standard) -> Check:

@@ -146,7 +146,7 @@ class MeshTrainer(TorchTrainer):
     def _schedule(self, batch: int) -> Any:
         count = self.layout.micro_batches or self.training.accumulation
         length, tp = self.training.sequence_length // self.layout.cp, self.layout.tp
-        rows, dtype = batch // count, DTYPES[self.training.precision.compute]
+        rows, dtype = batch // count, DTYPES[self.training.precision.base]
         between = torch.empty(
             (rows, length // (tp if self.layout.sequence_parallel else 1), self.shape.hidden),
             dtype=dtype,

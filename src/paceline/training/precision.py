@@ -1,0 +1,137 @@
+"""Precisions beyond fp32, bf16 and fp16: TF32 products, and 8-bit linear layers of torchao in the decoder's blocks.
+
+The head and attention are never converted. Weights are rounded to the dtype of the activations first, as in every other
+linear layer of the decoder, so that strategies with fp32 and with 16-bit weights multiply the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import MissingPackageError, UnsupportedError
+from paceline.experiment.spec import Precision
+from paceline.training.decoder import Linear
+
+# Precision -> torchao's recipe, and the lowest compute capability of a GPU that multiplies so.
+FLOAT8 = {
+    "float8": ("tensorwise", (8, 9)),
+    "float8_rowwise": ("rowwise", (9, 0)),
+    "float8_rowwise_gw_hp": ("rowwise_with_gw_hp", (9, 0)),
+}
+MXFP8_CAPABILITY = (10, 0)
+
+
+@contextlib.contextmanager
+def matrix_products(precision: Precision) -> Iterator[None]:
+    """torch's switch for the products of fp32 matrices: TF32 if that is requested, real fp32 otherwise."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision.compute == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def convert(blocks: nn.Module, precision: Precision, device: str, *, float8_all_gather: bool = False) -> None:
+    """Replace the linear layers of the blocks if the precision has 8 bit; otherwise do nothing.
+
+    float8_all_gather: weights that FSDP2 shards are rounded before they are gathered. UnsupportedError if torchao is
+    missing or this device has no such products: nothing is emulated.
+    """
+    if not precision.is_8bit:
+        return
+    require_products(precision.compute, device)
+    if precision.compute == "mxfp8":
+        for layer in [layer for layer in blocks.modules() if isinstance(layer, Linear)]:
+            layer.__class__ = MXLinear
+        return
+    float8, name = torchao("torchao.float8", precision.compute), FLOAT8[precision.compute][0]
+    config = float8.Float8LinearConfig.from_recipe_name(name)
+    if float8_all_gather:
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    float8.convert_to_float8_training(blocks, config=config)
+    kind = _float8_layer()
+    for layer in [layer for layer in blocks.modules() if isinstance(layer, kind.__base__)]:
+        layer.__class__, layer.precision = kind, precision.compute
+
+
+def require_products(name: str, device: str) -> None:
+    """UnsupportedError unless this device multiplies in this 8-bit format."""
+    needed = MXFP8_CAPABILITY if name == "mxfp8" else FLOAT8[name][1]
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < needed:
+            here = f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}"
+            raise UnsupportedError(
+                f"precision {name} needs a GPU of compute capability {'.'.join(map(str, needed))} or later; {here}"
+            )
+    elif name == "mxfp8":
+        raise UnsupportedError("precision mxfp8 needs a GPU of compute capability 10.0 or later, and this is a CPU")
+    torchao("torchao.float8", name)
+
+
+def torchao(module: str, needed_by: str) -> Any:
+    """Import a part of torchao; if it is missing, the error says how to install it."""
+    with warnings.catch_warnings():
+        # It warns about CUDA libraries of other versions of torch, which these layers do not need, and torch about it.
+        warnings.simplefilter("ignore")
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise MissingPackageError(error.name or "torchao", f"precision {needed_by}", "'paceline[float8]'") from None
+
+
+@functools.cache
+def _float8_layer() -> Any:
+    """torchao's float8 layer, with the weight cast to the dtype of its input first."""
+    layers = torchao("torchao.float8.float8_linear", "float8")
+
+    class Float8Layer(layers.Float8Linear):  # type: ignore[misc, name-defined]
+        precision: str
+
+        def forward(self, x: Tensor) -> Tensor:
+            product = layers.matmul_with_hp_or_float8_args.apply
+            output: Tensor = product(x, self.weight.to(x.dtype).t(), self.linear_mm_config, self.config)
+            return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    return Float8Layer
+
+
+class MXLinear(Linear):
+    """A linear layer whose three products are MXFP8: e4m3 with one power of two as scale per 32 values."""
+
+    precision = "mxfp8"
+    kernels = "AUTO"
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = torchao("torchao.prototype.moe_training.mxfp8_linear", "mxfp8")
+        rows = x.reshape(-1, x.shape[-1])
+        output: Tensor = products._to_mxfp8_then_scaled_mm(
+            rows, self.weight.to(x.dtype), products.KernelPreference[self.kernels], products.ScaleCalculationMode.RCEIL
+        )
+        output = output.view(*x.shape[:-1], output.shape[-1])
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def rescale(module: nn.Module) -> None:
+    """After an optimizer step, the scales of all weights that are gathered in float8, with one collective for all."""
+    torchao("torchao.float8", "float8").precompute_float8_dynamic_scale_for_fsdp(module)
+
+
+def compute_name(module: nn.Module, base: str) -> str:
+    """The precision of the matrix products as this process has it: of its 8-bit layers, or by torch's switch."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and isinstance(name := getattr(layer, "precision", None), str):
+            return name
+    return "tf32" if base == "fp32" and torch.get_float32_matmul_precision() != "highest" else base

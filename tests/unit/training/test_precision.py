@@ -1,0 +1,124 @@
+"""Precisions of the matrix products: what is multiplied, what is refused, and what needs torchao."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paceline.contract import Seat  # noqa: E402
+from paceline.errors import MissingPackageError, RequestError, UnsupportedError  # noqa: E402
+from paceline.experiment.spec import Precision  # noqa: E402
+from paceline.training import precision  # noqa: E402
+from paceline.training.decoder import Linear  # noqa: E402
+from paceline.training.observation import Audit  # noqa: E402
+from paceline.training.strategies import single  # noqa: E402
+from paceline.workloads import pretrain  # noqa: E402
+
+MODEL = "tiny-llama:layers=1,hidden=32,heads=2,kv_heads=2,head_dim=16,ffn=32,vocab=64"
+SHAPE = {"model": MODEL, "processes": 1, "sequence_length": 16, "micro_batch": 1, "accumulation": 1}
+ALONE = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+# 2 x 16 tokens x 3 products x 7,168 weights of linear layers; attention's are not counted here.
+BLOCK, HEAD = 2 * 16 * 3 * 7168, 2 * 16 * 3 * 2048
+
+
+def step(spec: Any) -> tuple[Audit, Any]:
+    """One audited step of the plain loop."""
+    trainer, tokens, audit = single.wrap(spec, ALONE), torch.arange(17).view(1, 17), Audit()
+    with audit.watching():
+        loss = trainer.forward(tokens[:, :-1], tokens[:, 1:], torch.tensor(16.0), True)
+        trainer.backward(loss, True)
+        trainer.update()
+    return audit, trainer
+
+
+def flops(audit: Audit, prefix: str) -> int:
+    return sum(work for (kind, dtype), work in audit.work.items() if kind == "product" and dtype.startswith(prefix))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_8_bit"), [("bf16", 0), ("float8", 1), ("float8_rowwise", 1), ("float8_rowwise_gw_hp", 2 / 3)]
+)
+def test_linear_layers_multiply_in_the_requested_precision(make_spec: Any, name: str, in_8_bit: float) -> None:
+    pytest.importorskip("torchao")
+    audit, trainer = step(make_spec("single", precision=name, **SHAPE))
+    assert flops(audit, "float8") == in_8_bit * BLOCK
+    assert flops(audit, "") - flops(audit, "float8") - (1 - in_8_bit) * BLOCK == pytest.approx(HEAD), "the head"
+    assert trainer.declare()[0]["compute"] == name
+    assert trainer.declare()[0]["parameters"] == "bf16"
+
+
+def test_mxfp8_products_have_the_values_of_the_layer() -> None:
+    """In torchao's emulation, which no run ever uses."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    plain, x = Linear(64, 32), torch.randn(2, 32, 64)
+    expected = plain(x)
+    layer = Linear(64, 32)
+    layer.load_state_dict(plain.state_dict())
+    layer.__class__ = type("Emulated", (precision.MXLinear,), {"kernels": "EMULATED"})
+    observed = layer(x.bfloat16()).float()
+    observed.square().sum().backward()
+    expected.square().sum().backward()
+    assert (observed - expected).norm() / expected.norm() < 0.06
+    assert (layer.weight.grad - plain.weight.grad).norm() / plain.weight.grad.norm() < 0.1
+
+
+def test_mxfp8_is_refused_on_a_cpu() -> None:
+    with pytest.raises(UnsupportedError, match=r"mxfp8 needs a GPU of compute capability 10\.0 or later"):
+        precision.require_products("mxfp8", "cpu")
+
+
+def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(UnsupportedError, match=r"compute capability 8\.9 or later; .*A100 has 8\.0"):
+        precision.require_products("float8", "cuda")
+
+
+def test_without_torchao_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'paceline\[float8\]'"):
+        precision.require_products("float8", "cpu")
+
+
+def test_tf32_sets_the_switch_and_resets_it() -> None:
+    before = torch.get_float32_matmul_precision()
+    with precision.matrix_products(Precision(compute="tf32")):
+        assert torch.get_float32_matmul_precision() == "high"
+        assert precision.compute_name(torch.nn.Linear(2, 2), "fp32") == "tf32"
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "reason"),
+    [
+        ("ddp", {"precision": "tf32"}, "a format of NVIDIA GPUs"),
+        ("mesh:dp=2", {"precision": "float8"}, "the strategy mesh does not train in 8 bit"),
+        ("ddp", {"precision": "float8", "model": "tiny:hidden=40,heads=4"}, "multiples of 16, got hidden = 40"),
+        ("ddp", {"precision": "float8", "sequence_length": 8, "micro_batch": 1}, "sequence_length = 8"),
+        ("ddp", {"precision": "float8"}, None),
+    ],
+)
+def test_what_cannot_be_trained_has_a_reason(make_spec: Any, strategy: str, fields: Any, reason: str | None) -> None:
+    found = pretrain.check(make_spec(strategy, **fields))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_float8_all_gather_needs_one_scale_per_tensor(make_spec: Any) -> None:
+    from paceline.training.strategies import fsdp2
+
+    strategy = "fsdp2:float8_all_gather=true"
+    assert fsdp2.check(make_spec(strategy, precision="float8")) is None
+    assert "precision float8; got bf16" in str(fsdp2.check(make_spec(strategy, precision="bf16")))
+
+
+def test_gradients_of_8_bit_layers_are_reduced_in_16_or_32_bit() -> None:
+    assert Precision(compute="float8", reduce="bf16").base == "bf16"
+    with pytest.raises(RequestError, match="expected bf16 or fp32 with precision float8"):
+        Precision(compute="float8", reduce="float8")
