@@ -64,7 +64,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "campaign": (("scheduled_run", "ui"), ("live",), ("run", "schedule")),
     "training": (
         ("strategies",),
-        ("finetuned", "observation", "step_profile"),
+        ("finetuned", "observation", "precision", "step_profile"),
         ("decoder", "instruments"),
         ("attachment", "data", "mixture"),
     ),

@@ -28,10 +28,10 @@ COMPARED_METRICS = (*SPEED_METRICS, *UNSLOWED_METRICS)
 THROTTLED_APART = 0.05
 
 # Axis -> the fields of a spec that may differ. The split of a global batch counts as one axis. A strategy that splits
-# the model has fewer replicas, so it accumulates more micro batches for the same global batch.
+# the model has fewer replicas, so it accumulates more micro batches for the same global batch. Another precision is
+# other work: it is compared in `tradeoffs` only.
 AXES: Mapping[str, tuple[str, ...]] = {
     "strategy": ("strategy", "training.accumulation"),
-    "precision": ("training.precision.compute",),
     "reduce_dtype": ("training.precision.reduce",),
     "checkpointing": ("training.checkpointing",),
     "compile": ("training.compile",),

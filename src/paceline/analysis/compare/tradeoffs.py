@@ -1,4 +1,5 @@
-"""Strategies that change the arithmetic on purpose, beside an exact one: bytes, speed and loss, each with its spread.
+"""Strategies that change the arithmetic on purpose, beside an exact one, and precisions beside bf16: bytes, speed and
+loss, each with its spread.
 
 Such runs are not equal work, so speed alone says nothing. Runs of one seed see the same data from the same weights;
 their losses are compared pair by pair, and the spread of these pairs over seeds decides whether a difference counts.
@@ -21,6 +22,7 @@ from paceline.analysis.statistics.verdict import ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import STEP_COLUMNS, Window, global_loss, learned_tokens, step_table
+from paceline.experiment.choices import Choice
 from paceline.wording import short_count
 
 # Fields in which a strategy may differ from its baseline, and those over which pairs are formed.
@@ -31,6 +33,20 @@ TAIL_SHARE, TAIL_STEPS = 0.1, 5
 EQUAL_LOSS = 0.005
 ONE_SEED = "one seed cannot show how much the loss varies; use at least 3 (--set 'seed=[42,43,44]')"
 LONGEST_TRACE = 120
+PRECISION, GATHERED = "precision", "float8_all_gather"
+# What the others are compared with: the first that ran.
+BASELINES = ("bf16", "fp16", "fp32", "tf32")
+_SCALED = "linear layers in 8 bit, one scale per {}"
+MEANING: Mapping[str, str] = {
+    "fp32": "products in fp32",
+    "tf32": "fp32 values, products in TF32",
+    "bf16": "products in bf16",
+    "fp16": "products in fp16, scaled loss",
+    "float8": _SCALED.format("tensor"),
+    "float8_rowwise": _SCALED.format("row"),
+    "float8_rowwise_gw_hp": f"{_SCALED.format('row')}, gradients of weights in bf16",
+    "mxfp8": _SCALED.format("32 values"),
+}
 VERDICT_WORDS = {BETTER: "faster", WORSE: "slower", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 LOSS_WORDS = {BETTER: "lower", WORSE: "higher", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 
@@ -59,8 +75,13 @@ class Curve:
 
 
 def analyse(cells: Sequence[Cell]) -> tuple[Tradeoff, ...]:
-    """One row per strategy that declares other arithmetic, for each setting in which an exact one ran too."""
+    """One row per strategy that declares other arithmetic, for each setting in which an exact one ran too, and one per
+    precision, for each setting in which several ran."""
     trained = [cell for cell in cells if not cell.spec.script]
+    return (*_strategies(trained), *_precisions(trained))
+
+
+def _strategies(trained: Sequence[Cell]) -> list[Tradeoff]:
     found: list[Tradeoff] = []
     for members in grouped(trained, _setting).values():
         by_strategy = grouped(members, lambda cell: str(cell.spec.strategy))
@@ -70,7 +91,33 @@ def analyse(cells: Sequence[Cell]) -> tuple[Tradeoff, ...]:
             baseline = "ddp" if "ddp" in exact else max(exact, key=lambda name: _speed(exact[name]))
             rows = (_tradeoff(name, own, baseline, exact[baseline], len(others)) for name, own in others.items())
             found += [row for row in rows if row is not None]
-    return tuple(sorted(found, key=lambda row: (float(str(row.axes.get("network_mbit") or 0)), row.strategy)))
+    return sorted(found, key=lambda row: (float(str(row.axes.get("network_mbit") or 0)), row.strategy))
+
+
+def _precisions(trained: Sequence[Cell]) -> list[Tradeoff]:
+    found: list[Tradeoff] = []
+    for members in grouped(trained, _setting_but_precision).values():
+        by_name = grouped(members, _precision_name)
+        baseline = next((name for name in BASELINES if name in by_name), None)
+        if baseline is not None:
+            others = {name: own for name, own in by_name.items() if name != baseline}
+            exact = by_name[baseline]
+            rows = (_tradeoff(name, own, baseline, exact, len(others), PRECISION) for name, own in others.items())
+            found += [row for row in rows if row is not None]
+    return found
+
+
+def _setting_but_precision(cell: Cell) -> str:
+    """Equal for cells that differ in precision and seed only; gathering in float8 is a part of the precision."""
+    strategy, fields = cell.spec.strategy, ("strategy", "seed", "training.precision.compute")
+    options = {key: value for key, value in strategy.options.items() if key != GATHERED} if strategy else {}
+    return key_without(cell, fields, strategy=str(strategy and Choice(strategy.name, options)))
+
+
+def _precision_name(cell: Cell) -> str:
+    """`float8`, `float8 with float8_all_gather`."""
+    strategy, name = cell.spec.strategy, cell.spec.training.precision.compute
+    return f"{name} with {GATHERED}" if strategy and strategy.options.get(GATHERED) else name
 
 
 def _setting(cell: Cell) -> str:
@@ -82,7 +129,9 @@ def _speed(cells: Iterable[Cell]) -> float:
     return statistics.fmean(found.value for cell in cells if (found := metrics.estimate(cell, "tokens_per_s")))
 
 
-def _tradeoff(name: str, cells: Sequence[Cell], baseline: str, exact: Sequence[Cell], family: int) -> Tradeoff | None:
+def _tradeoff(
+    name: str, cells: Sequence[Cell], baseline: str, exact: Sequence[Cell], family: int, axis: str = "strategy"
+) -> Tradeoff | None:
     runs = {_pair_of(window): window for cell in cells for window in cell.windows}
     known = {_pair_of(window): window for cell in exact for window in cell.windows}
     pairs = {key: (runs[key], known[key]) for key in runs if key in known}
@@ -98,16 +147,16 @@ def _tradeoff(name: str, cells: Sequence[Cell], baseline: str, exact: Sequence[C
     judged_loss = _relative(loss, *loss_verdict(loss, family))
     timely = None if shared else _over_seeds(curves, _loss_in_time)
     judged_time = None if timely is None else _relative(timely, *loss_verdict(timely, family))
-    sent = [_sent(each) for each in (cells, exact)]
+    sent = [_sent(each) if axis != PRECISION or GATHERED in name else None for each in (cells, exact)]
     first_own, first_other = curves[min(curves)]
     tokens = int(first_own.tokens[-1])
     text = sentence(name, baseline, sent, judged_speed, judged_loss, judged_time, tokens, spec.axes())
     return Tradeoff(
         strategy=name,
         baseline=baseline,
-        approximation=spec.approximation or "",
+        approximation=MEANING[spec.training.precision.compute] if axis == PRECISION else spec.approximation or "",
         cells=tuple(cell.id for cell in cells),
-        axes={key: value for key, value in cells[0].axes.items() if key not in ("seed", "strategy")},
+        axes={key: value for key, value in cells[0].axes.items() if key not in ("seed", axis)},
         seeds=len({seed for seed, _ in pairs}),
         pairs=len(pairs),
         steps=len(first_own.losses),
@@ -119,6 +168,7 @@ def _tradeoff(name: str, cells: Sequence[Cell], baseline: str, exact: Sequence[C
         loss_in_time=judged_time,
         text=text,
         runs=tuple(window.run for pair in pairs.values() for window in pair),
+        axis=axis,
         traces=(_trace(name, first_own), _trace(baseline, first_other)),
     )
 
@@ -228,9 +278,10 @@ def sentence(
     parts = []
     if own and other:
         parts.append(f"{bytes_words(own, other)} than {baseline}")
+    than = "" if parts else f" as {baseline}"
     where = f" at {mbit:,g} Mbit/s" if isinstance(mbit := axes.get("network_mbit"), int | float) else ""
     if speed is not None:
-        parts.append(f"{speed.value:.3g} times as fast{where} ({VERDICT_WORDS[speed.verdict]})")
+        parts.append(f"{speed.value:.3g} times as fast{than}{where} ({VERDICT_WORDS[speed.verdict]})")
     after = f"after {short_count(tokens)} tokens"
     parts.append(f"loss {percent(loss.value)} {after} ({LOSS_WORDS[loss.verdict]})")
     if timely is not None:

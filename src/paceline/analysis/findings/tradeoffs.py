@@ -1,4 +1,4 @@
-"""Cells that save time by other arithmetic, such as compressed gradients: what they save, and what it costs in loss."""
+"""Cells that save time by other arithmetic, such as compressed gradients or 8-bit products, and its price in loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Relative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTrace:
-    """Loss against tokens and against seconds of training, of the first seed; the series is a strategy."""
+    """Loss against tokens and against seconds of training, of the first seed; the series is a strategy or precision."""
 
     series: str
     tokens: tuple[int, ...]
@@ -36,6 +36,7 @@ class LossTrace:
 class Tradeoff:
     """A strategy that declares other arithmetic, beside an exact one on the same seeds, data and machine.
 
+    With axis `precision`, strategy and baseline are two precisions instead, each certified by a reference of its own.
     loss: after all tokens, the mean over the last steps. loss_in_time: when the faster of the two has ended. speed is
     in tokens per second, None where ranks share a GPU. wire bytes are counted, per step of the busiest rank. pairs are
     runs of both with the same seed and repeat; seeds are what the loss is judged by.
@@ -57,4 +58,5 @@ class Tradeoff:
     loss_in_time: Relative | None
     text: str
     runs: tuple[str, ...]
+    axis: str = "strategy"
     traces: tuple[LossTrace, ...] = field(default=(), metadata={"exported": False})

@@ -57,7 +57,7 @@ def loss(report: Report) -> Iterator[Chart]:
         yield Chart(
             name=f"loss_by_{name}",
             title=f"Loss against {over}",
-            subtitle="Training loss of the first seed; all strategies see the same data in the same order.",
+            subtitle="Training loss of the first seed; all see the same data in the same order.",
             kind=LINES,
             x=Axis(label=over, unit=unit, ticks="round"),
             y=Axis(label="loss, nat", unit="nat", zero=False),

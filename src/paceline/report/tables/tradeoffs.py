@@ -18,17 +18,27 @@ _NOTES = (
     "Loss after the same tokens: mean over the last steps, pairs of the same seed and data. After the same time: at "
     "the moment at which the faster run of a pair ended. Intervals are 95 % over seeds.",
 )
+_PRECISION_NOTES = (
+    "Another precision is not equal work, so speed is shown together with the loss. Each run is certified by a "
+    "reference of its own precision.",
+    _NOTES[1],
+)
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """The comparison, and where each strategy begins to pay if networks of several rates were emulated."""
-    rows = report.tradeoffs
+    """The comparisons, and where each strategy begins to pay if networks of several rates were emulated."""
+    kinds = (_compared(report, "strategy", _NOTES), _compared(report, "precision", _PRECISION_NOTES))
+    return tuple(table for table in (*kinds, _pays(report)) if table is not None)
+
+
+def _compared(report: Report, axis: str, notes: tuple[str, ...]) -> Table | None:
+    rows = [row for row in report.tradeoffs if row.axis == axis]
+    sends = any(row.wire_bytes for row in rows)
     named = [name for name in distinguishing_axes([row.axes for row in rows]) if name not in ("model", "world_size")]
     columns: tuple[Filled[Tradeoff], ...] = (
-        (Column("strategy"), lambda row: row.strategy),
+        (Column(axis), lambda row: row.strategy),
         *((Column(_heading(name)), lambda row, name=name: _setting(name, row)) for name in named),
-        (numeric("bytes, MB/step"), lambda row: format_parts(row.wire_bytes, None, None, MB)[0]),
-        (numeric("fewer bytes, times"), _fewer),
+        *(_BYTES if sends else ()),
         (numeric("speed, times"), lambda row: _speed(row.speed)),
         (numeric("loss after the same tokens, %"), lambda row: _loss(row.loss)),
         (numeric("loss after the same time, %", 1), lambda row: _loss(row.loss_in_time)),
@@ -36,8 +46,7 @@ def tables(report: Report) -> tuple[Table, ...]:
         (Column("what it does", priority=3, prose=True), lambda row: row.approximation),
     )
     baselines = ", ".join(sorted({row.baseline for row in rows}))
-    found = filled(f"Compared with {baselines}", rows, columns, _NOTES, lambda row: row.cells)
-    return tuple(table for table in (found, _pays(report)) if table is not None)
+    return filled(f"Compared with {baselines}", rows, columns, notes, lambda row: row.cells)
 
 
 def _pays(report: Report) -> Table | None:
@@ -110,6 +119,12 @@ def _loss(found: Relative | None) -> Cell:
 
 def _percent(ratio: float) -> str:
     return f"{round((ratio - 1) * 100, 1) + 0.0:+.1f}"
+
+
+_BYTES: tuple[Filled[Tradeoff], ...] = (
+    (numeric("bytes, MB/step"), lambda row: format_parts(row.wire_bytes, None, None, MB)[0]),
+    (numeric("fewer bytes, times"), _fewer),
+)
 
 
 def best_first(report: Report) -> list[Tradeoff]:

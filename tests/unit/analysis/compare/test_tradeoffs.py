@@ -51,6 +51,31 @@ def test_a_loss_beyond_the_tolerance_is_no_fault_but_a_price() -> None:
     assert not report.recommendations
 
 
+def in_precision(compute: str, seed: int, seconds: float, off: float = 0.0) -> list[RunRecord]:
+    """A run and the reference of its own precision, which has the same losses."""
+    spec = build_spec("ddp", seed=seed, precision=compute)
+    own = build_record(spec, steps=build_steps(spec, seconds, off=off))
+    alone = build_spec(None, seed=seed, precision=compute, world_size=1, workload="reference", accumulation=4)
+    return [own, build_record(alone, steps=build_steps(alone, 1.0, off=off))]
+
+
+def test_another_precision_is_compared_by_speed_together_with_loss() -> None:
+    runs = [r for seed in (1, 2, 3) for r in in_precision("bf16", seed, 1.0)]
+    runs += [r for seed, off in ((1, 0.0), (2, 0.007), (3, 0.002)) for r in in_precision("float8", seed, 0.8, off)]
+    report = build(runs, "test")
+    assert {finding.status for finding in report.runs} == {"ok"}
+    (row,) = report.tradeoffs
+    assert (row.axis, row.strategy, row.baseline, row.seeds) == ("precision", "float8", "bf16", 3)
+    assert row.text.startswith(
+        "float8: 1.25 times as fast as bf16 (faster), loss +0.3 % after 15.36K tokens (inconclusive)"
+    )
+    assert not report.comparisons, "not equal work"
+    assert not report.recommendations
+    (table,) = tables.tables(report)
+    assert table.columns[0].heading == "precision"
+    assert "float8: 1.25 times as fast as bf16" in tables.headline(report)
+
+
 @pytest.mark.parametrize(
     ("offs", "verdict"),
     [({1: 0.004}, INCONCLUSIVE), ({1: 0.0, 2: 0.012, 3: -0.008}, INCONCLUSIVE), ({1: 0.0, 2: 0.0, 3: 1e-4}, EQUAL)],
