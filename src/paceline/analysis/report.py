@@ -14,7 +14,7 @@ import yaml
 
 from paceline import __version__
 from paceline.analysis.compare import cells as compare
-from paceline.analysis.compare import comparable, effects, history, recommend, scaling, tradeoffs
+from paceline.analysis.compare import comparable, compilation, effects, history, recommend, scaling, tradeoffs
 from paceline.analysis.cost import claims, served, training
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, RunFinding
@@ -112,6 +112,7 @@ def build(
         pairs=network.pairs,
         explanations=scaling.explain(grown.points, cells, network.fits, sound),
         layouts=layouts.analyse(sound),
+        compilations=compilation.analyse(everything),
         tradeoffs=tradeoffs.analyse(cells),
         routings=routing.analyse(sound),
         memory=memory_found.rows,

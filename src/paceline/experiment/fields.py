@@ -13,6 +13,7 @@ from paceline.errors import RequestError, Scalar, did_you_mean, require, shown
 from paceline.experiment import plugins, variables
 from paceline.experiment import script as scripts
 from paceline.experiment.choices import Choice
+from paceline.experiment.compilation import canonical
 from paceline.experiment.input_digests import digests
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Offer, Traits, declared, load
@@ -54,7 +55,7 @@ class OwnFields(Strict):
     accumulation: int | None = None
     global_batch: int | None = None
     checkpointing: str = "none"
-    compile: bool = False
+    compile: bool | str = False
     bucket_mb: float | None = None
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
@@ -145,7 +146,7 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         return model.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part not in ("[key]", "int")) or "(top)"
+        field = ".".join(str(part) for part in first["loc"] if part not in ("[key]", "int", "bool", "str")) or "(top)"
         given = first.get("input")
         if first["type"] == "extra_forbidden":
             known = _known_fields(model, first["loc"])
@@ -205,7 +206,7 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
             accumulation=_accumulation(cell, topology.world_size, strategy),
             precision=Precision(compute=cell.precision, reduce=cell.reduce_dtype),
             data=data,
-            **{field: getattr(cell, field) for field in _TRAINING},
+            **{field: getattr(cell, field) for field in _TRAINING} | {"compile": canonical(cell.compile)},
         ),
         tuning=Tuning(**{field: getattr(cell, field) for field in _TUNING}) if fine_tunes else None,
         serving=Serving(**serving | {"loadgen": str(loadgen)}) if traits.serves else None,

@@ -27,6 +27,7 @@ from paceline.errors import Scalar as Scalar
 from paceline.errors import require as require
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice as Choice
+from paceline.experiment.compilation import Compilation, compilation
 from paceline.experiment.factorial import Design
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Traits
@@ -166,7 +167,7 @@ class Training:
     accumulation: int = 1
     precision: Precision = field(default_factory=Precision)
     checkpointing: str = "none"
-    compile: bool = False
+    compile: bool | str = False
     bucket_mb: float | None = None
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
@@ -177,6 +178,7 @@ class Training:
         for name in ("sequence_length", "micro_batch", "accumulation"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number from 1")
         require(self.checkpointing in CHECKPOINTING, "checkpointing", self.checkpointing, ", ".join(CHECKPOINTING))
+        compilation(self.compile)
         require(
             self.bucket_mb is None or 0 < self.bucket_mb < math.inf,
             "bucket_mb",
@@ -186,6 +188,11 @@ class Training:
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a positive number")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number from 0")
         require(0 < self.clip_norm < math.inf, "clip_norm", self.clip_norm, "a positive number")
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """How the model is compiled; None if it is not."""
+        return compilation(self.compile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

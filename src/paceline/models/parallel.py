@@ -172,7 +172,7 @@ def _context_bytes(shape: Shape, layout: Layout, training: Training, rank: int) 
 
 def _expert_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:
     """Each token goes to the ranks of its experts and back, forward and backward; first the number of tokens does."""
-    n, b, layers = layout.ep, DTYPE_BYTES[training.precision.compute], layout.layer_count(rank, shape.layers)
+    n, b, layers = layout.ep, DTYPE_BYTES[training.precision.base], layout.layer_count(rank, shape.layers)
     rows = _tokens(layout, training) * (shape.experts_per_token or 0)
     counts = micro_batches(layout, training) * (shape.experts or 0) * COUNT_BYTES
     return (n - 1) / n * layers * (4 * rows * shape.hidden * b + counts)

@@ -60,7 +60,7 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
     software, _ = published.software("paceline")
     software = dataclasses.replace(
         software,
-        compiled=t.compile,
+        compiled=bool(t.compile),
         # The rates of a CPU already count twice the bytes.
         reduce_bytes=4.0 if t.precision.reduce == "fp32" and not on_cpu else 2.0,
     )

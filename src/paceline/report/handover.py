@@ -163,7 +163,7 @@ def huggingface(winner: Winner) -> Files:
         "bf16": fields["precision"] == "bf16",
         "fp16": fields["precision"] == "fp16",
         "gradient_checkpointing": fields["checkpointing"] != "none",
-        "torch_compile": fields["compile"],
+        "torch_compile": bool(fields["compile"]),
         "seed": fields["seed"],
         **({"deepspeed": "ds_config.json"} if stage is not None else {}),
         **({"fsdp": "full_shard"} if winner.strategy.name == "fsdp2" else {}),

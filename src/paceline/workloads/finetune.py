@@ -30,6 +30,9 @@ def check(spec: RunSpec) -> str | None:
     if not tuning.has_adapters and precision.reduce != precision.base:
         dtype = precision.base
         return f"full fine-tuning keeps weights and gradients in {dtype}: reduce_dtype must be {dtype} too"
+    wanted = spec.training.compilation
+    if wanted is not None and wanted.scope == "model":
+        return "fine-tuning compiles each layer of the model; compile with scope=model is not supported"
     return pretrain.why_no_precision(spec)
 
 

@@ -86,6 +86,8 @@ def why_no_precision(spec: RunSpec) -> str | None:
         if not (declared and declared["EIGHT_BIT"]):
             return f"the strategy {spec.strategy.name} does not train in 8 bit (precision {precision.compute})"
     multiple, shape = (32 if precision.compute == "mxfp8" else 16), load_shape(spec.model)
+    if shape.experts:
+        return f"precision {precision.compute} is for dense models: experts and their router stay in 16 bit"
     sizes = {
         "hidden": shape.hidden,
         "ffn": shape.ffn,

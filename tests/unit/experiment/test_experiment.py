@@ -151,6 +151,8 @@ def test_settings_of_groups_repeats_and_launcher(file: Any) -> None:
         "steps=many",
         "steps=1.5",
         "compile=1",
+        "compile=fastest",
+        "compile='default:scope=layer'",
         "steps=0",
         "repeats=0",
         "repeats=x",

@@ -64,7 +64,7 @@ WRONG: list[tuple[Callable[[], object], str, str]] = [
     (lambda: Topology(device="tpu"), "device: got 'tpu'", "cpu or cuda"),
     (lambda: Topology(device="cpu", nodes=0), "nodes: got 0", "a whole number from 1"),
     (lambda: Topology(device="cpu", processes_per_node=0), "processes: got 0", "a whole number from 1"),
-    (lambda: Precision(compute="int8"), "precision: got 'int8'", "fp32, bf16, fp16"),
+    (lambda: Precision(compute="int8"), "precision: got 'int8'", "fp32, tf32, bf16, fp16, float8"),
     (lambda: Precision(compute="fp32", reduce="bf16"), "reduce_dtype: got 'bf16'", "fp32 with precision fp32"),
     (lambda: Precision(compute="bf16", reduce="fp16"), "reduce_dtype: got 'fp16'", "bf16 or fp32"),
     (lambda: WarmUp(minimum=0), "warmup.minimum: got 0", "from 1"),

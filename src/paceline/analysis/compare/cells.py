@@ -233,10 +233,14 @@ def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
         f"sequence {axes['sequence_length']}" if axes.get("sequence_length") else None,
         f"global batch {axes['global_batch']}" if axes.get("global_batch") else None,
         f"checkpointing {axes['checkpointing']}" if axes.get("checkpointing") not in (None, "none") else None,
-        "compiled" if axes.get("compile") else None,
+        _compiled(axes.get("compile")),
         *(_setting(name, axes[name]) for name in named if name in axes),
     ]
     return ", ".join(str(part) for part in parts if part)
+
+
+def _compiled(value: Scalar) -> str | None:
+    return f"compiled {value}" if isinstance(value, str) else "compiled" if value else None
 
 
 def _pairs(group: Group) -> Iterable[Comparison]:

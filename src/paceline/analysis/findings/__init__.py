@@ -63,6 +63,7 @@ from paceline.analysis.findings.training import (
     Certificate,
     Check,
     Comparison,
+    CompileCost,
     FrontierPoint,
     Goodput,
     LaunchTrust,

@@ -34,6 +34,7 @@ from paceline.analysis.findings.training import (
     Bottleneck,
     Certificate,
     Comparison,
+    CompileCost,
     FrontierPoint,
     LayoutRow,
     Measurement,
@@ -89,6 +90,7 @@ class Report:
     pairs: tuple[Pair, ...] = ()
     explanations: tuple[ScalingExplanation, ...] = ()
     layouts: tuple[LayoutRow, ...] = ()
+    compilations: tuple[CompileCost, ...] = ()
     tradeoffs: tuple[Tradeoff, ...] = ()
     routings: tuple[RoutingRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()

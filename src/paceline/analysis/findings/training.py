@@ -518,6 +518,32 @@ class RoutingRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCost:
+    """What compiling a cell costs once and saves per step, beside the same cell without compilation.
+
+    compile_s: how much longer the steps before the measured window took than those inside it, less the same of the
+    other cell: the longest launch, which found an empty cache, and cached_s the shortest. pays_after_steps: compile_s
+    over the time saved per step; None if a step is not shorter. verdict: about the speed (see `Comparison`).
+    """
+
+    cell: str
+    other: str
+    axes: Mapping[str, Scalar]
+    mode: str
+    scope: str | None
+    compile_s: float
+    cached_s: float
+    launches: int
+    step_s: float
+    other_step_s: float
+    speed: float
+    verdict: str
+    pays_after_steps: int | None
+    text: str
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """One trial of a frontier search, in its own process."""
 

@@ -179,7 +179,7 @@ def _series(spec: RunSpec) -> str:
         t.precision.compute: True,
         f"checkpointing {t.checkpointing}": t.checkpointing != "none",
         f"accumulation {t.accumulation}": t.accumulation != 1,
-        "compiled": t.compile,
+        "compiled": bool(t.compile),
         f"limit {limit} GiB": limit is not None,
     }
     return ", ".join(word for word, shown in words.items() if shown)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.contract import Seat
+from paceline.errors import UnsupportedError
+from paceline.experiment.compilation import Compilation
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
 from paceline.training import finetuned
@@ -54,21 +56,30 @@ def build_decoder(spec: RunSpec, device: str) -> Decoder:
         return Decoder(load(spec.model), training.precision.base, training.checkpointing)
 
 
-def compile_whole(subject: Subject) -> None:
-    """Compile the decoder as one graph, and a fine-tuned model in parts, since its outer code is not ours."""
-    if isinstance(subject, Decoder):
-        subject.compile()
-    else:
-        compile_parts(subject)
-
-
-def compile_parts(subject: Subject) -> None:
-    """Compile each block and the loss: for strategies with hooks between the blocks."""
+def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: bool = False) -> None:
+    """Compile the decoder as one graph, or each block and the loss: if that is requested, for strategies with hooks
+    between the blocks, and for a fine-tuned model, since its outer code is not ours."""
+    if wanted is None:
+        return
     if isinstance(subject, finetuned.Tuned):
         finetuned.prepare_compiler(subject.checkpointing)
+    elif not per_block and wanted.scope != "block":
+        subject.compile(mode=wanted.mode)
+        return
     for block in subject.blocks:
-        block.compile()
-    subject._loss = torch.compile(subject._loss)  # type: ignore[assignment, method-assign]
+        block.compile(mode=wanted.mode)
+    subject._loss = torch.compile(subject._loss, mode=wanted.mode)  # type: ignore[assignment, method-assign]
+
+
+def require_graphs() -> None:
+    """UnsupportedError if torch compiled code without recording CUDA graphs for it, which it does silently."""
+    from torch._dynamo.utils import counters
+
+    skipped = counters["inductor"]["cudagraph_skips"]
+    if skipped:
+        raise UnsupportedError(
+            f"compile reduce-overhead: torch recorded no CUDA graph for {skipped} compiled functions"
+        )
 
 
 def learning(module: nn.Module) -> list[nn.Parameter]:
@@ -116,6 +127,8 @@ class TorchTrainer:
         self.module, self.training, self.sync, self.rank = module, training, sync, seat.rank
         self.full_parameters, self.settings, self.prefix = full_parameters, dict(settings or {}), prefix
         self.after_update = after_update
+        self.graphs = training.compilation is not None and training.compilation.records_graphs
+        self.begins = True
         parameters = learning(module)
         self.masters = Masters(parameters) if parameters[0].dtype != torch.float32 else None
         self.stepped: list[Any] = [*(self.masters.copies if self.masters else parameters)]
@@ -137,7 +150,13 @@ class TorchTrainer:
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
         self.sync(last)
-        return self.module(tokens, labels, normaliser)  # type: ignore[no-any-return]
+        if not self.graphs:
+            return self.module(tokens, labels, normaliser)  # type: ignore[no-any-return]
+        if self.begins:
+            # Until the next mark, graphs keep what they returned: gradients are added up over micro batches.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self.begins = False
+        return self.module(tokens, labels, normaliser).clone()  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.scaler.scale(loss / self.training.accumulation).backward()  # type: ignore[no-untyped-call]
@@ -152,6 +171,7 @@ class TorchTrainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.begins = True
         if self.shards:
             self.shards.clear_gradients()
         if self.masters:
@@ -207,6 +227,8 @@ class TorchTrainer:
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         precision = self.training.precision
+        if self.graphs:
+            require_graphs()
         dtypes = {
             "parameters": precision.base,
             "compute": compute_name(self.module, precision.base),

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.contract import Seat, Trainer
 from paceline.errors import RequestError, require
+from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
@@ -64,7 +65,8 @@ def check(spec: RunSpec) -> str | None:
         return f"{chosen.method} is for pretraining; adapters have too few gradients to compress"
     if spec.checkpoint_every is not None and chosen.method not in ("fp16", "bf16"):
         return f"{chosen.method} keeps state on each rank that checkpoints do not store: remove checkpoint_every"
-    return None
+    wanted, device = spec.training.compilation, spec.topology.device
+    return compilation.refusal(wanted, chosen.method, device, per_block=False, graphs=False)
 
 
 def approximation(options: Mapping[str, Any]) -> str:
@@ -95,13 +97,12 @@ def wire_bytes(traffic: Traffic) -> float | None:
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from paceline.training.strategies import _compression
-    from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
+    from paceline.training.strategies._torch import TorchTrainer, compile_subject, whole_subject, whole_weights
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
     subject = whole_subject(spec, seat, spec.training.precision.reduce)
-    if spec.training.compile:
-        compile_whole(subject)
+    compile_subject(subject, spec.training.compilation)
     settings: dict[str, Any] = asdict(chosen)
     if chosen.method in LOCAL:
         outer = (chosen.outer_rate, chosen.outer_momentum) if chosen.method == "diloco" else (1.0, 0.0)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.contract import Seat, Trainer
+from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
@@ -28,7 +29,7 @@ class Options:
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     parse_options(Options, spec.strategy)
-    return None
+    return compilation.refusal(spec.training.compilation, "ddp", spec.topology.device, per_block=False, graphs=True)
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int:
@@ -43,14 +44,13 @@ def wire_bytes(traffic: Traffic) -> float:
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from torch.nn.parallel import DistributedDataParallel
 
-    from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
+    from paceline.training.strategies._torch import TorchTrainer, compile_subject, whole_subject, whole_weights
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
     bucket_mb = spec.training.bucket_mb or DEFAULT_BUCKET_MB
     subject = whole_subject(spec, seat, spec.training.precision.reduce)
-    if spec.training.compile:
-        compile_whole(subject)
+    compile_subject(subject, spec.training.compilation)
     ddp = DistributedDataParallel(
         subject,
         device_ids=[seat.local_rank] if seat.device == "cuda" else None,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
+from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
@@ -42,7 +43,7 @@ def check(spec: RunSpec) -> str | None:
     tuning = spec.tuning
     if tuning is not None and tuning.optimizer != "adamw" and spec.training.precision.compute == "fp16":
         return f"the optimizer {tuning.optimizer} sees one shard only, and would miss an fp16 overflow in another shard"
-    return None
+    return compilation.refusal(spec.training.compilation, "fsdp2", spec.topology.device, per_block=True, graphs=False)
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int:
@@ -75,7 +76,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
     from paceline.training.finetuned import Tuned
     from paceline.training.precision import convert, rescale
-    from paceline.training.strategies._torch import TorchTrainer, compile_parts, whole_subject
+    from paceline.training.strategies._torch import TorchTrainer, compile_subject, whole_subject
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
@@ -83,8 +84,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     codes = subject.hold_codes_as_floats() if isinstance(subject, Tuned) else frozenset[str]()
     if not isinstance(subject, Tuned):
         convert(subject.blocks, spec.training.precision, seat.device, float8_all_gather=chosen.float8_all_gather)
-    if spec.training.compile:
-        compile_parts(subject)
+    compile_subject(subject, spec.training.compilation, per_block=True)
     policy, mesh = mixed_precision(spec), init_device_mesh(seat.device, (seat.world_size,))
     units = block_units(subject, spec.training.bucket_mb)
     for unit in units:

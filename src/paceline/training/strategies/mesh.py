@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.contract import Seat, Trainer
 from paceline.errors import require
+from paceline.experiment import compilation
 from paceline.experiment.choices import Choice
 from paceline.experiment.layout import SCHEDULES, Layout
 from paceline.experiment.plugins import parse_options
@@ -137,6 +138,12 @@ def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
         )
     if spec.training.compile and chosen.pp > 1 and SCHEDULES[chosen.schedule][1] > 1:
         return f"the schedule {chosen.schedule} splits the backward pass, which torch.compile does not support"
+    wanted = spec.training.compilation
+    if wanted is not None and wanted.scope == ("block" if chosen.tp > 1 else "model"):
+        unit = "stage by stage (its hooks belong in one graph)" if chosen.tp > 1 else "block by block"
+        return f"this layout is compiled {unit}; got compile {spec.training.compile}"
+    if reason := compilation.refusal(wanted, "mesh", spec.topology.device, per_block=False, graphs=False):
+        return reason
     return None
 
 
@@ -334,7 +341,8 @@ def checkpointing(stage: Stage, spec: RunSpec) -> None:
 
 def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spec: RunSpec) -> None:
     """Compile each block, or the whole stage under tensor parallelism, whose hooks belong in one graph."""
-    if not spec.training.compile:
+    wanted = spec.training.compilation
+    if wanted is None:
         return
     if chosen.async_tp:
         import torch._inductor.config as inductor
@@ -343,10 +351,10 @@ def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spe
         inductor._micro_pipeline_tp = True
         enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
     if degrees.tp > 1:
-        stage.compile()
+        stage.compile(mode=wanted.mode)
         return
     for block in stage.blocks.values():
-        block.compile()
+        block.compile(mode=wanted.mode)
 
 
 def shard(stage: Stage, degrees: Layout, mesh: Any, experts: Any, chosen: Options, spec: RunSpec) -> None:

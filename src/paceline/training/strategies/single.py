@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.contract import Seat, Trainer
+from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
@@ -24,7 +25,7 @@ def check(spec: RunSpec) -> str | None:
     parse_options(Options, spec.strategy)
     if spec.topology.world_size != 1:
         return f"the strategy single needs one process, got {spec.topology.world_size}"
-    return None
+    return compilation.refusal(spec.training.compilation, "single", spec.topology.device, per_block=False, graphs=True)
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int:
@@ -37,9 +38,8 @@ def wire_bytes(traffic: Traffic) -> float:
 
 def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:
     """reseed: another rounding of the same initial weights, for reference runs only."""
-    from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
+    from paceline.training.strategies._torch import TorchTrainer, compile_subject, whole_subject, whole_weights
 
     subject = whole_subject(spec, seat, spec.training.precision.reduce, reseed)
-    if spec.training.compile:
-        compile_whole(subject)
+    compile_subject(subject, spec.training.compilation)
     return TorchTrainer(subject, spec, seat, full_parameters=lambda: whole_weights(subject))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
 from paceline.errors import CheckpointError, MissingPackageError, RequestError, require
+from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.files import document_of
@@ -112,7 +113,8 @@ def check(spec: RunSpec) -> str | None:
         return f"DeepSpeed keeps state on a disk at stage 3 only, got stage {chosen.stage}"
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
         return "DeepSpeed scales the loss only if the whole model is fp16, and adapters are fp32"
-    return None
+    wanted, device = spec.training.compilation, spec.topology.device
+    return compilation.refusal(wanted, f"zero:stage={chosen.stage}", device, per_block=chosen.stage == 3, graphs=False)
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int | None:
@@ -153,15 +155,14 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     deepspeed = import_deepspeed(seat.device)
     deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
     from paceline.training.strategies._optimizers import optimizer_of
-    from paceline.training.strategies._torch import compile_parts, compile_whole, learning, whole_subject
+    from paceline.training.strategies._torch import compile_subject, learning, whole_subject
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
     # DeepSpeed would cast by itself, but with both copies on the device at once.
     subject = whole_subject(spec, seat, spec.training.precision.base)
-    if spec.training.compile:
-        # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
-        compile_parts(subject) if chosen.stage == 3 else compile_whole(subject)
+    # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
+    compile_subject(subject, spec.training.compilation, per_block=chosen.stage == 3)
     config = merged(configuration(spec, chosen), chosen.config)
     optimizer = optimizer_of(spec, learning(subject))
     engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)

@@ -189,7 +189,6 @@ class TestWithinACampaign:
         ("axis", "other", "label"),
         [
             ("compile", {"compile": True}, "compile on"),
-            ("precision", {"precision": "bf16"}, "precision bf16"),
             ("micro_batch", {"micro_batch": 4, "accumulation": 1}, "micro batch 4 x 1"),
         ],
     )

@@ -21,6 +21,7 @@ KEYS = [
         "pairs",
         "explanations",
         "layouts",
+        "compilations",
         "tradeoffs",
         "routings",
         "memory",
