@@ -73,7 +73,8 @@ def parse_matrix(text: str, visible: Sequence[int]) -> tuple[tuple[str, ...], di
     cells = [[cell.strip() for cell in line.split("\t")] if "\t" in line else line.split() for line in lines]
     places = {name: place for place, name in enumerate(columns, 1)}
     full = [row for row in cells if row and row[0] in places and len(row) > len(columns)]
-    rows = {row[0]: row[1:] for row in full if row[places[row[0]]] == "X"}
+    # The first row of a device counts: other tables of the driver may follow.
+    rows = {row[0]: row[1:] for row in reversed(full) if row[places[row[0]]] == "X"}
     shown = [f"GPU{index}" for index in visible if f"GPU{index}" in rows]
     if not shown or len(shown) != len(visible):
         return (), {}, {}

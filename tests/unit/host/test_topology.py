@@ -62,6 +62,22 @@ UNUSABLE_CPUS = (
     "GPU0\t X \tNV18\t\t0\t\tN/A\nGPU1\tNV18\t X \t1\t1\t\tN/A\n"
 )
 
+# As captured on a host with one H200 (driver 580.159.04), `topo -m` and after it `topo -p2p r`.
+H200 = (
+    "\t\x1b[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\nGPU0\t X \t0-15\t0\t\tN/A\n"
+    "\nLegend:\n\n  X    = Self\n"
+    "  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)\n"
+    "  NV#  = Connection traversing a bonded set of # NVLinks\n"
+)
+H200_P2P = (
+    " \t\x1b[4mGPU0\t\x1b[0m\n GPU0\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  NS   = Not supported\n"
+)
+
+
+def test_a_real_h200_host_also_if_another_table_follows() -> None:
+    assert parse_matrix(H200, (0,)) == (("GPU0",), {"GPU0": "X"}, {"GPU0": 0})
+    assert parse_matrix(H200 + H200_P2P, (0,)) == parse_matrix(H200, (0,))
+
 
 def test_a_host_with_eight_gpus_and_nics() -> None:
     devices, paths, numa = parse_matrix(dgx_h100(), range(8))
