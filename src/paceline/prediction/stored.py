@@ -27,6 +27,7 @@ def key(one: Setup) -> str:
     """Equal for a prediction and the run that measures it."""
     values = [str(getattr(one, name)) for name in (*_KEY, *_WORDS)]
     values += ["offload"] if one.offload else []
+    values += ["compiled"] if one.software.compiled else []
     shape = dataclasses.asdict(one.shape)
     dims = [str(shape[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")]
     return hashlib.sha256("|".join([one.gpu.gpu, *dims, *values]).encode()).hexdigest()[:16]

@@ -141,8 +141,10 @@ def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
         from paceline.analysis.statistics.verdict import ONE_LAUNCH
 
         text = f"No verdict on {names}{where}: {ONE_LAUNCH}"
-    else:
+    elif versus is None:
         text = f"Inconclusive: {names} cannot be ranked{where}{_undecided(ties)}"
+    else:
+        return f"{_margin(versus, where)}; {names} cannot be ranked{_undecided(ties)}."
     return f"{text}." if versus is None else f"{text}; {_margin(versus)}."
 
 
@@ -198,7 +200,7 @@ def _beside(report: Report, found: Recommendation) -> str:
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
     lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
-        return _outcome(report, lean)
+        return ("Peak memory: " if len(lean.choose) > 1 else "") + _outcome(report, lean)
     if bottleneck := _bottleneck(report, found):
         return bottleneck
     decided = [c for c in found.because if c.is_decided and c.metric in _MARGINS]

@@ -126,17 +126,20 @@ def _choice(report: Report, found: Recommendation) -> str:
     versus, group = found.decisive, lead_group(report)
     where = f" on {axis_text('world_size', group.axes)}" if group and group.axes.get("world_size") else ""
     names = listed(found.choose) if len(found.choose) < 4 else f"{len(found.choose)} strategies"
+    ties = [c for c in found.because if {c.label, c.other_label} <= {*found.choose} and c.metric == found.metric]
+    are_equal = bool(ties) and all(c.verdict == EQUAL for c in ties)
     if versus is not None:
         c = turned(versus) if versus.verdict == WORSE else versus
         percent = abs(c.ratio - 1) * 100
         margin = f"{format_own(percent, 0 if percent >= 10 else 1)} %"
         word = direction(c.metric, c.ratio) if c.metric == THROUGHPUT else "less memory"
         needs = "needs " if c.metric != THROUGHPUT else "is "
-        if len(found.choose) == 1:
-            return f"{c.label} {needs}{margin} {word} than {c.other_label}{where}"
+        undecided = [name for name in found.choose if name != c.label]
+        if not are_equal:
+            beside = f"; inconclusive against {listed(undecided)}" if undecided else ""
+            return f"{c.label} {needs}{margin} {word} than {c.other_label}{where}{beside}"
         return f"{names} lead{where}: {margin} {word} than {c.other_label}"
-    ties = [c for c in found.because if {c.label, c.other_label} <= {*found.choose} and c.metric == found.metric]
-    if ties and all(c.verdict == EQUAL for c in ties):
+    if are_equal:
         within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
         return f"{names} are equal (within {max(within, 1)} %){where}"
     if any(c.launches == 1 for c in ties) and group:

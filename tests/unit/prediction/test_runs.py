@@ -92,6 +92,12 @@ def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: A
     assert found.pairs[0].predicted_s == row["step_time_s"]["value"]  # the oldest one, made before looking
 
 
+def test_a_compiled_run_has_a_prediction_of_its_own(make_spec: Any) -> None:
+    gpu = hardware.accelerator("h200")
+    setups = [runs.setup_of_spec(make_spec("ddp", **GPT, compile=compiled), gpu) for compiled in (False, True)]
+    assert len({stored.key(one) for one in setups if one is not None}) == 2
+
+
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     for number, line in enumerate(("nonsense", '{"key": "a"}', "[1]", '{"key": 1, "step_time_s": 2}')):
         (tmp_path / str(number)).mkdir()

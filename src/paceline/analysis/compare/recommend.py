@@ -187,7 +187,7 @@ def _values(pair: tuple[Cell, Cell], metric: str) -> tuple[float, float] | None:
 
 def _contrast(pair: tuple[Cell, Cell], metric: str, show: Callable[[float], str], words: str) -> str | None:
     found = _values(pair, metric)
-    if found is None:
+    if found is None or not any(found):
         return None
     a, b = map(show, found)
     return f"{a} against {b} {words}" if a != b else f"the same {a} {words}"
