@@ -31,6 +31,7 @@ from paceline.analysis.training import (
     predicted,
     routing,
     rules_of_thumb,
+    time_spent,
     trust,
 )
 from paceline.analysis.training.certificate import certify_all
@@ -136,6 +137,7 @@ def build(
         ),
         nodes=training.of_nodes(tested.verdicts, costing or training.Costing()),
         skipped=tuple(skipped),
+        time_spent=time_spent.analyse(ordered, windows),
     )
     costing = costing or training.Costing()
     report = gauge_summary.added_to(_with_served(report, sound, costing), sound, windows)

@@ -23,6 +23,7 @@ from paceline.cli.verbs import (
     add_verb,
     console,
     has_reader,
+    print_hanging,
     print_plain,
     require_directory,
 )
@@ -199,6 +200,7 @@ def conclude(
     from paceline import report as presentation
     from paceline.campaign.run.findings import report_of
     from paceline.report import summary
+    from paceline.report.tables import time_spent
 
     exporters = exporters_of(formats)
     for exporter in exporters:
@@ -217,6 +219,8 @@ def conclude(
     page = [path for path in files if path.suffix == ".html"]
     shown = files if verbose or not page else page
     print_plain(screen, f"Report: {' '.join(map(str, shown))}")
+    if requested is not None and (spent := time_spent.sentence(report)):
+        print_hanging(screen, spent, 2)
     runs = [r for r in report.runs if requested is None or r.run in requested]
     refused = [node for node in report.nodes if node.is_refused and (requested is None or node.run in requested)]
     lost = [load for load in report.served if load.fails and (requested is None or set(load.runs) & set(requested))]

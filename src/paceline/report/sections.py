@@ -33,6 +33,7 @@ from paceline.report.tables import (
     served_verdicts,
     served_work,
     table,
+    time_spent,
     tradeoffs,
     verdicts,
 )
@@ -124,6 +125,7 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
             title="How it was measured",
             text="" if trains else table.common(report),
             details=(
+                *time_spent.details(report),
                 *verdicts.details(report),
                 *_known(table.comparisons(report), table.run_details(report)),
                 *table.machine_facts(report),

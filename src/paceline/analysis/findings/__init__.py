@@ -81,6 +81,7 @@ from paceline.analysis.findings.training import (
     ScalingExplanation,
     ScalingPoint,
     ShareOfStep,
+    TimeSpent,
     Traffic,
     WarmUpOutcome,
 )

@@ -47,6 +47,7 @@ from paceline.analysis.findings.training import (
     RunFinding,
     ScalingExplanation,
     ScalingPoint,
+    TimeSpent,
 )
 
 
@@ -121,6 +122,7 @@ class Report:
     served_pairs: tuple[ServedPair, ...] = ()
     served_costs: tuple[ServedCost, ...] = ()
     served_shapes: ServedShapes | None = None
+    time_spent: TimeSpent | None = None
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

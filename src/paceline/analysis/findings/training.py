@@ -289,6 +289,23 @@ class WarmUpOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpent:
+    """Where the time of launches went, in seconds. setup_s: processes, imports, model, process group. checks_s: the
+    profile and the audit after the window, and the end of the processes. first_measured_s: from the start of a launch
+    to its first measured step, the median; None if no step was measured."""
+
+    launches: int
+    total_s: float
+    reference_s: float = 0.0
+    setup_s: float = 0.0
+    compilation_s: float = 0.0
+    warmup_s: float = 0.0
+    measured_s: float = 0.0
+    checks_s: float = 0.0
+    first_measured_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """Where the time of a run with restarts or checkpoints went, in seconds from the first sight of its first rank to
     the end of its last step: span = start + counted + redone + checkpoint + down.

@@ -52,6 +52,7 @@ KEYS = [
         "served_pairs",
         "served_costs",
         "served_shapes",
+        "time_spent",
         "notes",
         "skipped",
     ),
