@@ -28,7 +28,7 @@ def launch(
     make_evidence: Callable[..., Any],
     tmp_path: Path,
 ) -> Launch:
-    """A launch of 60 s from second 100: its steps begin 10 s later and take 1 s each, the first one as long as given."""
+    """A launch of 60 s from second 100: its steps begin 10 s later and take 1 s each, the first one `first_s`."""
 
     def one(first_s: float = 1.0, began_at_s: float | None = 110.0, **more: Any) -> RunRecord:
         spec = make_spec("ddp", 1, steps=20, warmup=WarmUp(minimum=4, maximum=4, window=2), **more)
