@@ -47,8 +47,9 @@ class Trainer(Protocol):
     A trainer with `interleaves = True` runs forward and backward of a step in one schedule, inside the last call of
     `backward`; their times are then not recorded apart. A trainer that can resume also has `save(folder)` and
     `load(folder)`, called on every rank between two steps. They store the parameters and the optimizer state exactly,
-    each rank its own part. A trainer that does not communicate in every step has `period`, the number of steps after
-    which its communication repeats.
+    each rank its own part. `save_later(folder, group)` does the same in the background: it returns when the state is
+    copied, with a function that waits until it is written. A trainer that does not communicate in every step has
+    `period`, the number of steps after which its communication repeats.
     """
 
     @property

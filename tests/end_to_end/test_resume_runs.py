@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,18 @@ ALL = (*FEW, "zero:stage=1", "zero:stage=2")
 EXHAUSTIVE = bool(os.environ.get("PACELINE_EXHAUSTIVE"))
 STRATEGIES = ALL if EXHAUSTIVE else FEW
 EVERY, KILLED_AT, STEPS = 3, 5, 8
+# Its checkpoints are also written beside the steps.
+BACKGROUND = "fsdp2"
 
 
 @pytest.fixture(scope="module")
 def killed(campaign: Callable[..., Any], smaller: dict[str, Any]) -> Any:
-    """Every strategy twice: in one piece, and with checkpoints, after which rank 1 is killed once."""
+    """Every strategy twice: in one piece, and with checkpoints, after which rank 1 is killed once. One also writes them
+    in the background."""
+    background = {"strategy": [BACKGROUND], "checkpoint_every": [EVERY], "checkpoint_async": [True]}
     return campaign(
         "killed",
-        {"strategy": list(STRATEGIES), "checkpoint_every": [None, EVERY]},
+        [{"strategy": list(STRATEGIES), "checkpoint_every": [None, EVERY]}, background],
         {"MORTAL_AT": f"1:{KILLED_AT}"},
         formats=("json", "markdown"),
         **smaller | {"steps": STEPS, "max_restarts": 1},
@@ -35,7 +40,7 @@ def killed(campaign: Callable[..., Any], smaller: dict[str, Any]) -> Any:
 
 
 def pair(found: Any, strategy: str) -> tuple[RunRecord, RunRecord]:
-    runs = [r for r in found.records if str(r.spec.strategy) == strategy]
+    runs = [r for r in found.records if str(r.spec.strategy) == strategy and not r.spec.checkpoint_async]
     whole, broken = sorted(runs, key=lambda r: r.spec.checkpoint_every is not None)
     return whole, broken
 
@@ -46,9 +51,9 @@ def trajectory(record: RunRecord) -> dict[tuple[int, int], Any]:
 
 def test_every_killed_run_went_on_and_is_certified(killed: Any) -> None:
     assert killed.code == 0, killed.stdout + killed.stderr
-    assert killed.stdout.count("restarting: ") == len(STRATEGIES)
+    assert killed.stdout.count("restarting: ") == len(STRATEGIES) + 1
     assert all(check["ok"] for c in killed.report["certificates"] for check in c["checks"])
-    assert len(killed.report["certificates"]) == 2 * len(STRATEGIES)
+    assert len(killed.report["certificates"]) == 2 * len(STRATEGIES) + 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -59,6 +64,29 @@ def test_a_run_that_went_on_computed_what_an_uninterrupted_one_did(killed: Any, 
     assert {(s.attempt, s.step) for s in broken.starts} == {(1, 0), (2, EVERY)}
     assert {s.step for s in broken.redone} <= set(range(EVERY, KILLED_AT))
     assert {(c.attempt, c.step) for c in broken.checkpoints} == {(1, EVERY), (2, 2 * EVERY)}
+
+
+def test_checkpoints_written_in_the_background_lead_to_the_same_end(killed: Any) -> None:
+    whole, _ = pair(killed, BACKGROUND)
+    (broken,) = (r for r in killed.records if r.spec.checkpoint_async)
+    assert trajectory(broken) == trajectory(whole), "to the last bit"
+    # The first checkpoint may not be complete when the rank is killed.
+    assert {(s.attempt, s.step) for s in broken.starts} <= {(1, 0), (2, 0), (2, EVERY)}
+    assert {c.bytes for c in broken.checkpoints} == {None}
+    assert not (Path(broken.path) / "checkpoints").exists()
+
+
+def test_goodput_at_a_failure_rate_rests_on_the_measured_costs(killed: Any, paceline: Any) -> None:
+    costs = killed.report["checkpoints"]
+    assert [(c["is_async"], c["is_beside_none"]) for c in costs].count((True, True)) == 1
+    assert all(c["restarts"] == 1 and c["restart_s"] > 0 and c["pause_s"] > 0 for c in costs)
+    spot = ("--price", "10", "--spot-price", "4", "--interruptions", "0.2")
+    found = json.loads(paceline("goodput", killed.directory, "--mtbf", "12h", *spot, "--format", "json").stdout)
+    assert len(found["goodput"]) == len(found["spot"]) == len(costs)
+    for row in found["goodput"]:
+        assert row["restart_s"] == row["cost"]["restart_s"]
+        assert row["chosen_ratio"] <= row["daly_ratio"] < 1
+        assert row["chosen_s"] == pytest.approx(EVERY * row["cost"]["step_s"])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -14,7 +14,16 @@ import yaml
 
 from paceline import __version__
 from paceline.analysis.compare import cells as compare
-from paceline.analysis.compare import comparable, compilation, effects, history, recommend, scaling, tradeoffs
+from paceline.analysis.compare import (
+    checkpoints,
+    comparable,
+    compilation,
+    effects,
+    history,
+    recommend,
+    scaling,
+    tradeoffs,
+)
 from paceline.analysis.cost import claims, served, training
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, RunFinding
@@ -116,6 +125,7 @@ def build(
         compilations=compilation.analyse(everything),
         tradeoffs=tradeoffs.analyse(cells),
         routings=routing.analyse(sound),
+        checkpoints=checkpoints.analyse(cells),
         memory=memory_found.rows,
         frontier=memory_found.frontier,
         memory_advice=memory.all_advice(ordered),

@@ -416,7 +416,8 @@ def _describe(spec: RunSpec) -> str:
     bound = "at most " if tuning else ""
     memory = f", state {state / 2**30:.2f} GiB per process" if state is not None else ""
     every, most = spec.checkpoint_every, spec.max_restarts
-    restarts = f", a checkpoint every {every} steps" if every else ""
+    how = " written in the background" if spec.checkpoint_async else ""
+    restarts = f", a checkpoint every {every} steps{how}" if every else ""
     if most:
         origin = "the last checkpoint" if every else "step 0 (no checkpoints)"
         restarts += f", at most {most} restart{'' if most == 1 else 's'} from {origin}"

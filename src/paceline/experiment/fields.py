@@ -76,6 +76,7 @@ class OwnFields(Strict):
     engine: str = "openai"
     max_restarts: int = 0
     checkpoint_every: int | None = None
+    checkpoint_async: bool = False
     env: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     command: list[Any] = Field(default_factory=list)
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -94,7 +95,7 @@ _TRAINING = (
 )
 _RUN = (
     *("steps", "seed", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
-    *("max_restarts", "checkpoint_every"),
+    *("max_restarts", "checkpoint_every", "checkpoint_async"),
 )
 Cell = create_model("Cell", __base__=OwnFields, __doc__="Every field a user may set, with its default.", **_SERVING)
 

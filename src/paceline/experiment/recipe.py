@@ -70,6 +70,7 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "telemetry_hz": spec.telemetry_hz,
         **({"max_restarts": spec.max_restarts} if spec.max_restarts else {}),
         **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
+        **({"checkpoint_async": True} if spec.checkpoint_async else {}),
         **{f"{variables.PREFIX}{name}": value for name, value in spec.env.items()},
     }
 

@@ -256,6 +256,7 @@ class RunSpec:
     telemetry_hz: float = 2.0
     max_restarts: int = 0
     checkpoint_every: int | None = None
+    checkpoint_async: bool = False
     design: Design | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -275,6 +276,8 @@ class RunSpec:
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "a whole number from 0")
         every = self.checkpoint_every
         require(every is None or every >= 1, "checkpoint_every", every, "a number of steps from 1, or null for none")
+        has_any = every is not None or not self.checkpoint_async
+        require(has_any, "checkpoint_async", self.checkpoint_async, "false, or a number of steps as checkpoint_every")
         require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
         for name in ("env", "contents"):
             value = getattr(self, name)
@@ -468,6 +471,8 @@ class RunSpec:
         axes |= self.launcher_axes
         if self.env:
             axes["env"] = " ".join(f"{name}={value}" for name, value in self.env.items())
+        if self.checkpoint_every:
+            axes |= {"checkpoint_every": self.checkpoint_every, "checkpoint_async": self.checkpoint_async}
         if not self.script:
             axes["seed"] = self.seed
         return axes | {"steps": self.steps} if self.is_trained and not s else axes
@@ -475,7 +480,7 @@ class RunSpec:
     def to_dict(self) -> dict[str, Any]:
         """As spec.json stores it. Shipped plugins are not recorded in `declared`: their files say it."""
         values = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        for name in ("env", "script"):
+        for name in ("env", "script", "checkpoint_async"):
             if not getattr(self, name):
                 del values[name]
         declared: dict[str, dict[str, Any]] = {}
@@ -513,8 +518,8 @@ class RunSpec:
     def _without(self, *fields: str) -> dict[str, Any]:
         """The fields that make an identity. Fields that were added later count only where they are set, so that older
         runs keep their ids."""
-        added_later = ("tuning", "contents", "checkpoint_every", "serving", "engine", "env", "script")
-        empty = tuple(name for name in added_later if not getattr(self, name))
+        later = ("tuning", "contents", "checkpoint_every", "checkpoint_async", "serving", "engine", "env", "script")
+        empty = tuple(name for name in later if not getattr(self, name))
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
         for kind, key in (("launchers", "launcher"), ("engines", "engine")):
             if values.get(key):

@@ -296,13 +296,14 @@ class StartSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSample:
     """A checkpoint on one rank after `step` steps: from the end of that step to the start of the next, which is part of
-    no step's duration. bytes counts the files of this rank only."""
+    no step's duration. bytes counts the files of this rank only; None for one that was still being written in the
+    background when the next step began."""
 
     kind: ClassVar[str] = "checkpoint"
     rank: int
     step: int
     duration_s: float
-    bytes: int
+    bytes: int | None
     attempt: int = 1
 
 

@@ -17,7 +17,8 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Checkpointer:
                     f"the strategy {spec.strategy} cannot write checkpoints: it has no save and load"
                 )
             self.home = Path(seat.checkpoints) / f"{spec.run_id}-{spec.lineage}"
+        self.writer = BackgroundWriter(spec, trainer) if spec.checkpoint_async else None
 
     def resume(self) -> int:
         """Load the newest intact checkpoint; returns the step to continue with, 0 if there is none."""
@@ -132,22 +134,33 @@ class Checkpointer:
         pause_s = time.perf_counter() - ended_s
         self.recorder.add(CheckpointSample(rank=self.seat.rank, step=steps_done, duration_s=pause_s, bytes=size))
 
-    def _write(self, partial: Path, folder: Path, steps_done: int) -> int:
-        """Write to `partial` and rename it to `folder` when complete; returns the bytes of this rank's share."""
+    def _write(self, partial: Path, folder: Path, steps_done: int) -> int | None:
+        """Write to `partial` and rename it to `folder` when complete; returns the bytes of this rank's share, None for
+        a checkpoint that is still being written in the background."""
+        if self.writer is not None:
+            # The files of the last checkpoint come first.
+            self.writer.finish()
         if self.seat.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
         partial.mkdir(parents=True, exist_ok=True)
-        self.trainer.save(partial)  # type: ignore[attr-defined]
         random_state = {"cpu": torch.get_rng_state()}
         if self.seat.device == "cuda":
             random_state["cuda"] = torch.cuda.get_rng_state()
         torch.save(random_state, partial / f"rank-{self.seat.rank}.pt")
-        dist.barrier()
+        if self.writer is not None:
+            self.writer.start(partial, lambda group: self._complete(partial, folder, steps_done, group))
+            return None
+        self.trainer.save(partial)  # type: ignore[attr-defined]
+        return self._complete(partial, folder, steps_done, None)
+
+    def _complete(self, partial: Path, folder: Path, steps_done: int, group: Any) -> int:
+        """Once every rank has written its files: describe them, rename the directory and remove old ones."""
+        dist.barrier(group=group)
         names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
         own = {name: _size_and_checksum(partial / name) for name in self._own_share(names)}
         gathered: list[Any] = [None] * self.seat.world_size
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, own, group=group)
         if self.seat.rank == 0:
             marker = {
                 "run": self.spec.run_id,
@@ -162,16 +175,49 @@ class Checkpointer:
             partial.rename(folder)
             for name in sorted(_complete(folder.parent))[:-KEPT]:
                 shutil.rmtree(folder.parent / name, ignore_errors=True)
-        dist.barrier()
+        dist.barrier(group=group)
         return sum(size for size, _ in own.values())
 
     def remove(self) -> None:
         """Delete all checkpoints: the run is complete and nothing will resume it."""
+        if self.writer is not None:
+            self.writer.finish()
         dist.barrier()
         if self.home is not None and self.seat.rank == 0:
             shutil.rmtree(self.home, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.home.parent.rmdir()
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time beside the steps. A checkpoint counts once it is complete, as any other.
+
+    torch's thread and ours have process groups of their own, because collectives of two threads must not mix.
+    """
+
+    def __init__(self, spec: RunSpec, trainer: Trainer) -> None:
+        if not hasattr(trainer, "save_later"):
+            raise UnsupportedError(f"the strategy {spec.strategy} cannot write checkpoints in the background")
+        self.trainer: Any = trainer
+        self.saving, self.completing = (dist.new_group(backend="gloo") for _ in range(2))
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future[object] | None = None
+
+    def start(self, partial: Path, complete: Callable[[Any], object]) -> None:
+        """Copy the state, then return; `complete` is called in the background with a process group."""
+        wait = self.trainer.save_later(partial, self.saving)
+
+        def write() -> object:
+            wait()
+            return complete(self.completing)
+
+        self.pending = self.thread.submit(write)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written; its error is raised here."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
 
 
 def _complete(home: Path) -> list[str]:

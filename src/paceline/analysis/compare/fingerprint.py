@@ -18,7 +18,7 @@ from paceline.results.records import RunRecord
 # Fields of a spec that do not change the work: launches that differ only in them are compared, and the report says so.
 CIRCUMSTANCES = (
     *("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
-    *("max_restarts", "checkpoint_every"),
+    *("max_restarts", "checkpoint_every", "checkpoint_async"),
 )
 # The most frequent explanations of a change come first.
 _ORDER = (

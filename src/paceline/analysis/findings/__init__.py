@@ -1,5 +1,8 @@
 """What the data shows, as plain dataclasses: everything an exporter may print, each with the runs it rests on."""
 
+from paceline.analysis.findings.checkpoints import CheckpointCost as CheckpointCost
+from paceline.analysis.findings.checkpoints import ExpectedGoodput as ExpectedGoodput
+from paceline.analysis.findings.checkpoints import SpotOffer as SpotOffer
 from paceline.analysis.findings.compare import (
     Between,
     Change,

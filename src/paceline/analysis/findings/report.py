@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.analysis.findings.checkpoints import CheckpointCost
 from paceline.analysis.findings.compare import DesignOutcome, HistorySeries
 from paceline.analysis.findings.cost import Claim, ClaimedTransfers, Cost, Saving, ServedCost
 from paceline.analysis.findings.machine import (
@@ -94,6 +95,7 @@ class Report:
     compilations: tuple[CompileCost, ...] = ()
     tradeoffs: tuple[Tradeoff, ...] = ()
     routings: tuple[RoutingRow, ...] = ()
+    checkpoints: tuple[CheckpointCost, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     memory_advice: tuple[MemoryAdvice, ...] = ()

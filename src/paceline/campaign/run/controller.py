@@ -255,6 +255,7 @@ def reference_of(spec: RunSpec) -> RunSpec:
         warmup=WarmUp(),
         repeat=0,
         checkpoint_every=None,
+        checkpoint_async=False,
         # A variable may change the arithmetic, so the reference runs without.
         env={},
     )

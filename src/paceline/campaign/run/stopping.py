@@ -20,7 +20,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.wording import format_duration
 
 MOST_LAUNCHES = 30
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,14 @@ def parse_until(text: str) -> float:
     return value
 
 
-def parse_budget(text: str) -> float:
+def parse_budget(text: str, where: str = "--time-budget") -> float:
     """`90s`, `10m` or `1.5h` in seconds; RequestError for anything else.
 
     >>> parse_budget("10m")
     600.0
     """
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smh])", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smhd])", text.strip().lower(), re.ASCII)
     value = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if value <= 0:
-        raise RequestError(f"--time-budget: got {text!r}, expected a time such as 90s, 10m or 2h.")
+        raise RequestError(f"{where}: got {text!r}, expected a time such as 90s, 10m or 2h.")
     return value

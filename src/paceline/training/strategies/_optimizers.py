@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,24 @@ def save_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
         save(dict(state), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
         raise CheckpointError(_first_failure(error)) from None
+
+
+def save_tensors_later(state: Mapping[str, Tensor], folder: Path, group: Any) -> Callable[[], None]:
+    """As `save_tensors`, in the background: the state is a copy when this returns. Returns a function that waits for
+    the end. group: a process group on the CPU that nothing else uses meanwhile."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    future: Any = async_save(dict(state), storage_writer=FileSystemWriter(folder), process_group=group)
+
+    def wait() -> None:
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise CheckpointError(_first_failure(error)) from None
+
+    return wait
 
 
 def load_tensors(state: dict[str, Tensor], folder: Path) -> None:

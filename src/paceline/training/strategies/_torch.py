@@ -25,6 +25,7 @@ from paceline.training.strategies._optimizers import (
     optimizer_facts,
     optimizer_of,
     save_tensors,
+    save_tensors_later,
     state_dtypes,
     with_state,
 )
@@ -187,6 +188,9 @@ class TorchTrainer:
 
     def save(self, folder: Path) -> None:
         save_tensors(self._state(), folder)
+
+    def save_later(self, folder: Path, group: Any) -> Callable[[], None]:
+        return save_tensors_later(self._state(), folder, group)
 
     def load(self, folder: Path) -> None:
         with_state(self.optimizer, self.shards.parts if self.shards else self.stepped)

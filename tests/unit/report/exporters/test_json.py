@@ -24,6 +24,7 @@ KEYS = [
         "compilations",
         "tradeoffs",
         "routings",
+        "checkpoints",
         "memory",
         "frontier",
         "memory_advice",
