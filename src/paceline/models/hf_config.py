@@ -1,8 +1,8 @@
 """The shape of a Hugging Face model directory, read from its config.json only.
 
-Supported are llama, mistral, qwen2, qwen3, gemma and gpt2. Others are rejected, because numbers computed from a wrong
-shape would be wrong; they can still be load-tested on a server. A sliding window is not part of the shape: sequences
-longer than the window have fewer attention FLOPs than counted.
+Supported are llama, mistral, mixtral, qwen2, qwen3, gemma and gpt2. Others are rejected, because numbers computed from
+a wrong shape would be wrong; they can still be load-tested on a server. A sliding window is not part of the shape:
+sequences longer than the window have fewer attention FLOPs than counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from paceline.errors import RequestError
 from paceline.models.shape import FAMILIES, Shape
 
 # Whether the head is tied to the embedding by default, as in transformers.
-_TIED = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "gemma": True, "gpt2": True}
+_TIED = {
+    "llama": False,
+    "mistral": False,
+    "mixtral": False,
+    "qwen2": False,
+    "qwen3": False,
+    "gemma": True,
+    "gpt2": True,
+}
 
 
 def read_shape(directory: str | Path) -> Shape:
@@ -99,6 +107,18 @@ def _llama(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "qk_norm": kind == "qwen3",
         "rope_theta": float(theta),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
+        **(_mixture(config) if kind == "mixtral" else {}),
+    }
+
+
+def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The experts of a mixtral. transformers' default weight of the auxiliary loss is 0.001."""
+    if config.get("router_jitter_noise"):
+        raise RequestError("model, router_jitter_noise: got noise, expected 0: routers would choose at random.")
+    return {
+        "experts": _count(config, "num_local_experts"),
+        "experts_per_token": _count(config, "num_experts_per_tok"),
+        "aux_loss": config.get("router_aux_loss_coef", 0.001),
     }
 
 

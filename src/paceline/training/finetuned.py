@@ -25,7 +25,16 @@ from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 from paceline.training.data.corpus import is_packed
 from paceline.training.data.packing import IGNORED_LABEL
-from paceline.training.decoder import DTYPES, INIT_STD, block_runner, initial_values, other_rounding, rounded
+from paceline.training.decoder import (
+    DTYPES,
+    INIT_STD,
+    balance_loss,
+    block_runner,
+    initial_values,
+    other_rounding,
+    rounded,
+)
+from paceline.training.mixture import Mixture, recomputes
 
 PROJECTIONS = {
     "q": "q_proj",
@@ -40,6 +49,16 @@ PROJECTIONS = {
 Values = Callable[[str, Tensor], Tensor]
 
 
+class TunedMixture(Mixture):
+    """A mixture of experts as the layers of transformers call it; `term` is the balance term of the last call."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        outputs, balance = super().forward(x)
+        if not recomputes():
+            self.term = balance
+        return outputs
+
+
 class Tuned(nn.Module):
     """Maps rows to the sum of their losses over learned labels divided by `normaliser`.
 
@@ -49,7 +68,7 @@ class Tuned(nn.Module):
     def __init__(self, model: Any, spec: RunSpec, facts: Mapping[str, Any]) -> None:
         super().__init__()
         assert spec.tuning is not None
-        self.model, self.facts = model, dict(facts)
+        self.model, self.facts, self.shape = model, dict(facts), load_shape(spec.model)
         self.dtype = DTYPES[spec.training.precision.base]
         # Without adapters every weight has the compute dtype already.
         self.autocasts = spec.tuning.has_adapters and self.dtype != torch.float32
@@ -82,7 +101,10 @@ class Tuned(nn.Module):
             mask = document_mask(positions) if self.packed else None
             for block in self.blocks:
                 x = self.run_block(block, x, attention_mask=mask, position_ids=positions, position_embeddings=turn)
-            return self._loss(body.norm(x), labels, normaliser)
+            loss = self._loss(body.norm(x), labels, normaliser)
+        if not self.shape.experts:
+            return loss
+        return loss + balance_loss(self.shape, torch.stack([block.mlp.term for block in self.blocks]).sum())
 
     def _run_compiled_block(self, block: nn.Module, *arguments: Any, **named: Any) -> Tensor:
         """A compiled block saves only its input and recomputes the rest itself (see `prepare_compiler`). While a mode
@@ -153,6 +175,7 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
     open_model = _directory_model if "/" in spec.model.name else _seeded_model
     model, values, facts = open_model(spec, device, rounding)
     dtype = DTYPES[precision.base]
+    _replace_mixtures(model, load_shape(spec.model))
     _fill(model, lambda name, parameter: values(name, parameter).to(device, dtype), tuning, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     if model.config.tie_word_embeddings:
@@ -164,6 +187,18 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
     tuned = Tuned(model, spec, facts)
     # Before any forward: in eval mode bitsandbytes repacks 4-bit weights for a CPU, and then trains incorrectly.
     return tuned.train()
+
+
+def _replace_mixtures(model: Any, shape: Shape) -> None:
+    """Let Paceline's own mixture compute the experts, with the weights of the model: its choices are observed, and its
+    auxiliary loss is the same for all strategies."""
+    for layer, block in enumerate(model.model.layers if shape.experts else ()):
+        with torch.device("meta"):
+            mixture = TunedMixture(shape, layer)
+        theirs = block.mlp
+        mixture.router.weight = theirs.gate.weight
+        mixture.experts.inputs, mixture.experts.output = theirs.experts.gate_up_proj, theirs.experts.down_proj
+        block.mlp = mixture
 
 
 def _change_rounding(blocks: nn.Module, reseed: int) -> None:
@@ -223,6 +258,9 @@ def architecture(shape: Shape, needed_by: str) -> Any:
     if shape.bias:
         config = transformers.LlamaConfig(attention_bias=True, mlp_bias=True, **fields)
         return transformers.LlamaForCausalLM(config)
+    if shape.experts:
+        fields |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(sliding_window=None, **fields))
     return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=None, **fields))
 
 

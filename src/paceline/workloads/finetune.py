@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.contract import Recorder, Seat
 from paceline.errors import RequestError, require
 from paceline.experiment.plugins import Traits, parse_options
-from paceline.experiment.spec import RunSpec
+from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models.arithmetic import load as load_shape
 from paceline.training.data.corpus import check_data
 from paceline.workloads import pretrain
@@ -21,8 +21,8 @@ def check(spec: RunSpec) -> str | None:
         raise RequestError("tuning: got None, expected a method. An experiment file always sets one.")
     check_data(spec.training.data, spec.training.sequence_length, rows=True)
     # The module calls the layers of Llama and Mistral itself; other families have different layers.
-    if shape.experts:
-        return f"fine-tuning does not support mixture of experts, which {spec.model} needs"
+    if shape.experts and (reason := _unsupported_mixture(spec, tuning)):
+        return reason
     if shape.positions != "rope" or shape.norm != "rmsnorm" or not shape.gated:
         return f"fine-tuning supports the llama family only, and {spec.model} belongs to the family {shape.family}"
     if tuning.has_adapters and precision.reduce != "fp32":
@@ -34,6 +34,17 @@ def check(spec: RunSpec) -> str | None:
     if wanted is not None and wanted.scope == "model":
         return "fine-tuning compiles each layer of the model; compile with scope=model is not supported"
     return pretrain.why_no_precision(spec)
+
+
+def _unsupported_mixture(spec: RunSpec, tuning: Tuning) -> str | None:
+    if tuning.method == "qlora":
+        return f"the weights of all experts are one tensor, which qlora does not quantise; use lora for {spec.model}"
+    inside = [target for target in tuning.targets.split("+") if target in ("gate", "up", "down")]
+    if tuning.has_adapters and inside:
+        return f"experts have no adapters: got the targets {tuning.targets}, expected some of q+k+v+o for {spec.model}"
+    if spec.training.compile:
+        return pretrain.COMPILED_MIXTURE
+    return None
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TRAITS = Traits(trains=True, certified=True)
 # See `observation.movements`.
 Initial: TypeAlias = "Callable[[str, int, int, Tensor], Tensor | None]"
+COMPILED_MIXTURE = "torch.compile needs fixed shapes, and the number of tokens of an expert changes with every batch"
 PROFILED_STEPS = 2
 # Steps in which every piece of a pipeline's work is timed.
 PIPELINE_STEPS = 2
@@ -59,7 +60,7 @@ def check(spec: RunSpec) -> str | None:
     if shape.experts and shape.bias:
         return f"the reference decoder has no experts with biases, which {spec.model} needs"
     if shape.experts and spec.training.compile:
-        return "torch.compile needs fixed shapes, and the number of tokens of an expert changes with every batch"
+        return COMPILED_MIXTURE
     if shape.qkv_bias or shape.qk_norm:
         part = "bias on q, k and v alone" if shape.qkv_bias else "norm of q and k"
         return f"the reference decoder has no {part}, which {spec.model} needs"
@@ -277,10 +278,7 @@ def evidence(
     dtypes, optimizer, settings = trainer.declare()
     launch: dict[str, Scalar] = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
     launch |= {"started": "forked"} if placement.FORKED in os.environ else {}
-    if spec.tuning is None:
-        from paceline.training.decoder import DTYPES
-
-        launch |= loop.routing.products(DTYPES[spec.training.precision.compute])
+    launch |= loop.routing.products(spec.training.precision.base)
     return Evidence(
         init_digest=start.trainable.digest,
         init_digests=start.trainable.by_name,

@@ -40,6 +40,7 @@ def write(folder: Path, **config: Any) -> Path:
         {**LLAMA, "tie_word_embeddings": True},
         {**LLAMA, "attention_bias": True, "mlp_bias": True},
         {**LLAMA, "model_type": "mistral", "head_dim": 24},
+        {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
         {**LLAMA, "model_type": "qwen2"},
         {**LLAMA, "model_type": "qwen3", "head_dim": 32},
         {**LLAMA, "model_type": "gemma", "head_dim": 32},

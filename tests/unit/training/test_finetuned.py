@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch")
 from paceline.errors import MissingPackageError, UnsupportedError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, Tuning  # noqa: E402
-from paceline.models.adapters import adapter_parameters  # noqa: E402
+from paceline.models.adapters import adapter_parameters, trained_parameters  # noqa: E402
 from paceline.models.arithmetic import load  # noqa: E402
 from paceline.training import finetuned  # noqa: E402
 from paceline.training.data.packing import IGNORED_LABEL  # noqa: E402
 from paceline.training.instruments import digest_parameters  # noqa: E402
-from paceline.training.observation import Audit  # noqa: E402
+from paceline.training.observation import Audit, RoutingWatch  # noqa: E402
 from paceline.training.strategies._torch import whole_weights  # noqa: E402
 
 PACKAGES = ("transformers", "peft", "bitsandbytes")
@@ -309,3 +309,39 @@ def test_a_missing_package_says_how_to_install_it(golden: object) -> None:
         finetuned.package("no_such_package", "fine-tuning")
     assert str(caught.value) == golden
     assert str(caught.value) == golden
+
+
+@pytest.mark.parametrize(("method", "checkpointing"), [("full", "none"), ("lora", "full")])
+def test_a_mixture_from_a_directory(method: str, checkpointing: str, tmp_path: Path) -> None:
+    """The loss is that of transformers and the balance term; the choices are observed, once with checkpointing too."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        router_aux_loss_coef=0.5,
+        initializer_range=0.2,
+    )
+    theirs = transformers.MixtralForCausalLM(config)
+    theirs.save_pretrained(tmp_path)
+    asked = spec(method, checkpointing=checkpointing, targets="q+v", model=str(tmp_path))
+    module = finetuned.build(asked, "cpu")
+    watch = RoutingWatch(module, "cpu", steps=1)
+    inputs, labels = rows()
+    loss = module(inputs, labels, torch.tensor(1.0))
+    loss.backward()
+    watch.end_step(0)
+    (sample,) = watch.samples(0, 0, 1, 0)
+    assert sum(sample.assigned) == sum(sample.computed) == 2 * 2 * labels.numel()
+    with torch.no_grad():
+        logits = theirs(inputs[:, 0], position_ids=inputs[:, 1]).logits.flatten(0, 1)
+    learned = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+    assert float(loss.detach()) == pytest.approx(float(learned) + 0.5 * sum(sample.balances) / 2, rel=1e-5)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == trained_parameters(load(asked.model), asked.tuning)
+    assert all(p.grad is not None for p in trained)

@@ -110,7 +110,7 @@ def test_every_decision_is_observed_once(checkpointing: str) -> None:
     assert sum(sample.positions) == 2 * 2 * 4 * sum(range(16))
     assert sum(sample.weights) == pytest.approx(2 * 64)
     assert all(2 <= balance < 3 for balance in sample.balances)
-    assert watch.products(torch.float32) == {"expert_products": "loop"}
+    assert watch.products("fp32") == {"expert_products": "loop"}
     watch.end_step(0)
     assert sum(watch.samples(0, 0, 1, 0)[0].assigned) == 0, "the next step starts at nothing"
 

@@ -73,7 +73,7 @@ def router_decisions(run: Observed, standard: Standard) -> Check | None:
     tokens = run.spec.tokens_per_step
     missing = [step for step in run.steps if any((step, layer) not in own for layer in range(shape.layers))]
     problems = [f"no decision of some layers at {steps_text(missing)}"] if missing else []
-    tolerance = WEIGHT_TOLERANCE[run.spec.training.precision.compute]
+    tolerance = WEIGHT_TOLERANCE[run.spec.training.precision.base]
     identical, spread, worst, limit = 0, 0.0, 0.0, 0.0
     for step, layer in sorted(known):
         base = known[step, layer]
