@@ -8,7 +8,7 @@ HAS_TORCH := $(shell $(PYTHON) -c "import os, sys, torch; sys.exit(os.path.realp
 # An environment made from another one sees the system's packages, and not those of the one it was made from.
 ITS_PACKAGES := $(shell $(PYTHON) -c "import sys, sysconfig; sys.prefix != sys.base_prefix and print(sysconfig.get_path('purelib'))")
 
-.PHONY: demo test lint gpu-test vllm-env vllm-test overhead wheelhouse setup clean
+.PHONY: demo test test-all lint gpu-test vllm-env vllm-test overhead wheelhouse setup clean
 
 demo: $(VENV)/.demo
 	$(BIN)/paceline run quick
@@ -19,6 +19,10 @@ demo: $(VENV)/.demo
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 3 || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
+
+# Every combination of what `make test` tries once: three times as long.
+test-all: export PACELINE_EXHAUSTIVE = 1
+test-all: test
 
 lint: setup
 	$(BIN)/python -m ruff format --check .

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from testbed import EXHAUSTIVE
 
 from paceline import __version__
 from paceline.experiment.choices import Choice
@@ -39,6 +40,15 @@ os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher,strategy,env")
 
 TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not EXHAUSTIVE:
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="one combination of many: make test-all"))
+
+
 GENEROUS_S = 240.0
 
 

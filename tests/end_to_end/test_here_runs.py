@@ -112,7 +112,11 @@ def test_runs_follow_each_other_in_one_job(tmp_path: Path, started: Started) -> 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("fail:1", "rank 1 on "), ("die:1", "rank 1 was killed by signal 9"), ("mute:2", "rank 2 ended with exit code 3")],
+    [
+        ("die:1", "rank 1 was killed by signal 9"),
+        pytest.param("fail:1", "rank 1 on ", marks=pytest.mark.exhaustive),
+        pytest.param("mute:2", "rank 2 ended with exit code 3", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_rank_that_fails_is_a_sealed_failure_and_the_next_run_goes_on(
     tmp_path: Path, started: Started, fault: str, words: str
@@ -140,7 +144,7 @@ def test_a_process_of_the_job_that_dies_ends_the_run_and_the_command(
     assert str(record.error).startswith("rank 1: its process in the running job, number 1 on ")
 
 
-@pytest.mark.parametrize("later_s", [0.0, 0.3])
+@pytest.mark.parametrize("later_s", [0.0, pytest.param(0.3, marks=pytest.mark.exhaustive)])
 def test_what_torchrun_does_when_it_loses_a_process_is_a_failure_too(
     tmp_path: Path, started: Started, eventually: Callable[..., Any], later_s: float
 ) -> None:

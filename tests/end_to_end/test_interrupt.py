@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 SLOW = "faulty.trouble:how=slow"
 # What is interrupted is torchrun, or the process that forks ranks. How the same command goes on does not depend on it.
 TORCHRUN, FORKED = "local:warm=false", "local"
-BOTH_WAYS = pytest.mark.parametrize("launcher", [TORCHRUN, FORKED])
+BOTH_WAYS = pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, marks=pytest.mark.exhaustive), FORKED])
 SMALL: dict[str, Any] = {
     "launcher": "testbed.forked",
     "processes": 1,

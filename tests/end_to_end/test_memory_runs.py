@@ -164,6 +164,7 @@ def test_plan_says_that_more_follows(tmp_path: Path, ask: Ask) -> None:
     assert "to run; more runs may follow" in " ".join(done.stdout.split())
 
 
+@pytest.mark.exhaustive
 def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path, ask: Ask) -> None:
     """The limit is real: an allocation beyond it fails as on a full host."""
     limited = {

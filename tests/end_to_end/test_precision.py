@@ -48,6 +48,7 @@ def test_the_tolerance_of_bf16_comes_from_re_ordered_references(bf16: Any) -> No
     assert all("re-seeded references" in text for text in texts)
 
 
+@pytest.mark.exhaustive
 def test_bf16_reduction_is_certified_and_seen_on_the_wire(short_reduction: Any, reduced_dtypes: Any) -> None:
     assert short_reduction.code == 0, short_reduction.stdout + short_reduction.stderr
     for strategy in ("ddp", "fsdp2", "zero:stage=2"):

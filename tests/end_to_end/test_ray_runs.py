@@ -267,6 +267,7 @@ def test_a_certified_campaign_on_two_nodes(
     assert "ddp" in (tmp_path / "ray" / "report.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_disappears(cluster: ray_cluster.RayCluster, light: Any, tmp_path: Path) -> None:
     """The last test of the light ones: the cluster is smaller afterwards."""
 

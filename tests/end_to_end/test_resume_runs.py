@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed import EXHAUSTIVE
 
 from paceline.analysis.training.goodput import goodput
 from paceline.results.records import RunRecord
 
 pytestmark = pytest.mark.slow
 
-# One of each way to hold state; PACELINE_EXHAUSTIVE=1 tries them all.
+# One of each way to hold state.
 FEW = ("ddp", "fsdp2", "zero:stage=3")
 ALL = (*FEW, "zero:stage=1", "zero:stage=2")
-EXHAUSTIVE = bool(os.environ.get("PACELINE_EXHAUSTIVE"))
 STRATEGIES = ALL if EXHAUSTIVE else FEW
 EVERY, KILLED_AT, STEPS = 3, 5, 8
 # Its checkpoints are also written beside the steps.
@@ -117,7 +116,7 @@ def test_show_tells_the_attempts(killed: Any, paceline: Any) -> None:
     assert "restarted 1 time; " in shown
 
 
-@pytest.mark.skipif(not EXHAUSTIVE, reason="PACELINE_EXHAUSTIVE is not set: fine-tuning takes minutes")
+@pytest.mark.exhaustive
 def test_adapters_with_8bit_moments_go_on_too(campaign: Callable[..., Any], smaller: dict[str, Any]) -> None:
     strategies = ("ddp", "fsdp2", "zero:stage=2")
     found = campaign(

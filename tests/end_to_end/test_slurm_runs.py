@@ -246,6 +246,7 @@ def test_a_preempted_run_is_no_failure(bench: Bench, monkeypatch: pytest.MonkeyP
     assert error == f"Slurm job {bench.job_id} was preempted by a job of higher priority (PREEMPTED)"
 
 
+@pytest.mark.exhaustive
 def test_a_job_put_back_into_the_queue_begins_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHT_S", "1.5")
 
@@ -401,11 +402,13 @@ def went_on(bench: Bench, status: Status, error: str | None) -> None:
     assert bench.cluster.processes() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("meeting")
 def test_replicas_go_on_without_a_rank_that_was_killed(bench: Bench) -> None:
     went_on(bench, *bench.run(engine=dying(takes_rank=True), **SERVED))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("meeting")
 def test_nothing_goes_on_without_the_rank_of_the_client(bench: Bench) -> None:
     status, error = bench.run(engine=dying(whose=0, takes_rank=True), **SERVED)

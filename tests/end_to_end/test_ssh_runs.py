@@ -158,6 +158,7 @@ def test_a_rank_that_is_killed_is_named(field: Field) -> None:
     assert re.match(r"rank 1 on \S+ was killed by signal 9", error), error
 
 
+@pytest.mark.exhaustive
 def test_replicas_go_on_without_a_node_whose_rank_was_killed(field: Field) -> None:
     """These ranks ask nobody anything: that is what is wrong with the run, not that one of them is gone."""
     spec = field.make_spec(None, processes=1, nodes=2, workload="inference", serving=Serving(), engine=Choice("vllm"))
@@ -204,6 +205,7 @@ def test_a_host_that_disappears_is_named(field: Field) -> None:
     assert f"-p {field.hosts.port} root@{SECOND} uptime" in error
 
 
+@pytest.mark.exhaustive
 def test_an_agent_that_is_killed_takes_its_ranks_along(field: Field) -> None:
     def kill() -> None:
         sessions(field.hosts, FIRST)[0].kill()
@@ -339,6 +341,7 @@ def test_hosts_of_different_versions_are_refused(field: Field, altered: Callable
     assert not list(Path.home().glob("hostile"))
 
 
+@pytest.mark.exhaustive
 def test_a_clock_that_is_off_is_told_and_stalls_nothing(
     field: Field, altered: Callable[..., str], paceline: Callable[..., Any]
 ) -> None:

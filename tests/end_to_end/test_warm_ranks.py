@@ -33,6 +33,7 @@ def losses(record: RunRecord) -> dict[tuple[int, int], tuple[float, float | None
     return {(s.rank, s.step): (s.loss, s.grad_norm, s.data_digest) for s in record.steps}
 
 
+@pytest.mark.exhaustive
 def test_both_ways_of_starting_give_the_same_trajectory_and_certificate(both: Any) -> None:
     assert both.code == 0, both.stdout + both.stderr
     forked, started = (both.record(COMPARED, launcher=launcher) for launcher in (FORKED, TORCHRUN))
@@ -44,6 +45,7 @@ def test_both_ways_of_starting_give_the_same_trajectory_and_certificate(both: An
     assert forked.spec.cell != started.spec.cell
 
 
+@pytest.mark.exhaustive
 def test_the_record_says_how_ranks_were_started(both: Any) -> None:
     runs = [*((strategy, FORKED, "forked") for strategy in STRATEGIES), (COMPARED, TORCHRUN, "torchrun")]
     for strategy, launcher, ranks in runs:
@@ -54,6 +56,7 @@ def test_the_record_says_how_ranks_were_started(both: Any) -> None:
             assert outcome.evidence.settings.get("started") == ("forked" if ranks == "forked" else None)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left_of_a_campaign(both: Any, living: Callable[[Path], list[str]]) -> None:
     assert living(both.out) == []
 
