@@ -79,3 +79,40 @@ def test_comparisons_cover_layouts_with_other_accumulations(layouts: Any) -> Non
     assert {layouts.record(name).spec.training.accumulation for name in names} == {1, 2}
     texts = [json.dumps(recommendation) for recommendation in layouts.report["recommendations"]]
     assert any(all(name in text for name in names) for text in texts)
+
+
+# --- mixtures of experts ---
+
+MIXED = ("mesh:ep=2,shard=4", "mesh:pp=2,ep=2")
+
+
+@pytest.fixture(scope="module")
+def mixtures(campaign: Callable[..., Any]) -> Any:
+    matrix = [{"strategy": list(MIXED), "processes": [4]}]
+    return campaign("mixtures", matrix, model="tiny-moe:hidden=32", micro_batch=2, steps=3)
+
+
+def test_experts_on_other_ranks_are_certified_with_every_choice(mixtures: Any) -> None:
+    assert mixtures.code == 0, mixtures.stdout + mixtures.stderr
+    for certificate in mixtures.report["certificates"]:
+        checks = {check["name"]: check for check in certificate["checks"]}
+        assert [(c["name"], c["observed"]) for c in checks.values() if not c["ok"]] == [], certificate["run"]
+        assert "at most 0 other choices" in checks["router decisions"]["observed"]
+        # Two layers, three steps, 8 sequences of 32 tokens with two choices each.
+        assert checks["tokens of experts"]["observed"] == f"{2 * 3 * 8 * 32 * 2:,} rows at 3 steps"
+    assert {row["experts"] for row in mixtures.report["routings"]} == {4}
+
+
+@pytest.mark.parametrize("strategy", MIXED)
+def test_bytes_of_experts_match_their_formula_over_all_ranks(mixtures: Any, strategy: str) -> None:
+    """What one rank sends less because it computes fewer tokens, another one sends more."""
+    record = mixtures.record(strategy)
+    layout = layout_of(record.spec)
+    predicted: Counter[str] = Counter()
+    for rank in range(layout.world_size):
+        predicted.update(parallel.sent_bytes(record.shape, layout, record.spec.training, rank) or {})
+    counted: Counter[str] = Counter()
+    for w in (w for w in record.wire if w.group_size > 1 and w.dimension):
+        counted[w.dimension] += w.payload_bytes * wire_factor(w.operation, w.group_size)
+    steps = len({w.step for w in record.wire})
+    assert {k: v / steps for k, v in counted.items()} == {k: pytest.approx(v, rel=2e-3) for k, v in predicted.items()}

@@ -14,8 +14,16 @@ from paceline.results.records import RoutingSample, RunRecord
 
 def analyse(records: Iterable[RunRecord]) -> tuple[RoutingRow, ...]:
     """One row for each cell with a mixture of experts."""
-    routed = [record for record in records if record.routings and not record.is_reference]
+    routed = [record for record in records if _measured(record) and not record.is_reference]
     return tuple(_row(runs) for runs in grouped(routed, lambda r: r.spec.cell).values())
+
+
+def _measured(run: RunRecord) -> list[RoutingSample]:
+    """The samples after the first steps, whose routing is that of random weights."""
+    first = min(run.spec.warmup.minimum, run.spec.steps - 1)
+    return [
+        s for s in run.routings if s.step >= first and s.layers and s.balances and len(s.positions) >= len(s.layers)
+    ]
 
 
 def _row(runs: Sequence[RunRecord]) -> RoutingRow:
@@ -23,9 +31,7 @@ def _row(runs: Sequence[RunRecord]) -> RoutingRow:
     layers: defaultdict[int, list[float]] = defaultdict(list)
     ranks, balances = [], []
     for run in runs:
-        # Only what was measured: the routing of the first steps is that of random weights.
-        first = min(run.spec.warmup.minimum, run.spec.steps - 1)
-        samples = [sample for sample in run.routings if sample.step >= first]
+        samples = _measured(run)
         for (_, layer), tokens in _by_layer(samples).items():
             layers[layer].append(imbalance(tokens))
         ranks += [imbalance(rows) for rows in _by_rank(samples).values()]

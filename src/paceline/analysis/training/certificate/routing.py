@@ -28,6 +28,10 @@ class Decisions:
     computed: tuple[int, ...]
     weight: float
 
+    @property
+    def size(self) -> tuple[int, int]:
+        return len(self.assigned), len(self.positions)
+
     def differing(self, other: Decisions, length: int) -> float:
         """At least so many choices differ: one that moves changes two counts by one, and two sums of positions by less
         than the length of a sequence."""
@@ -77,13 +81,17 @@ def router_decisions(run: Observed, standard: Standard) -> Check | None:
     identical, spread, worst, limit = 0, 0.0, 0.0, 0.0
     for step, layer in sorted(known):
         base = known[step, layer]
-        spread = max([spread, *(v[step, layer].differing(base, length) for v in variants if (step, layer) in v)])
+        others = [v[step, layer] for v in variants if (step, layer) in v and v[step, layer].size == base.size]
+        spread = max([spread, *(other.differing(base, length) for other in others)])
         seen = own.get((step, layer))
         if seen is None:
             continue
         where = f"in layer {layer} at step {step}"
-        if len(seen.assigned) != len(base.assigned) or sum(seen.assigned) != sum(base.assigned):
-            problems.append(f"{sum(seen.assigned):,} choices of {sum(base.assigned):,} {where}")
+        if seen.size != base.size:
+            problems.append(f"counts for another number of experts or choices {where}")
+            continue
+        if sum(seen.assigned) != sum(base.assigned):
+            problems.append(f"{sum(seen.assigned):,} choices instead of {sum(base.assigned):,} {where}")
             continue
         if abs(seen.weight - base.weight) > tolerance * tokens:
             problems.append(f"weights that sum to {seen.weight / tokens:.4g} per token {where}")
