@@ -39,7 +39,8 @@ class Options:
     """overlap: start reductions while backward still runs. The other options (stage 3) have DeepSpeed's defaults:
     gathered weights are kept for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
     gathered twice per micro batch), weights smaller than persistence_threshold are never sharded, and prefetch_bucket
-    elements are gathered ahead.
+    elements are gathered ahead. hpz (ZeRO++): weights are partitioned a second time over so many neighbouring ranks,
+    such as those of a node, and gathered for backward among them alone.
 
     offload: `cpu` keeps the optimizer state (stage 3: the weights too) in host memory, a directory keeps it on that
     disk. config: more of DeepSpeed's own configuration, as a JSON file or object; it must not change the work."""
@@ -50,6 +51,7 @@ class Options:
     max_reuse_distance: int = 1_000_000_000
     persistence_threshold: int = 100_000
     prefetch_bucket: int = 50_000_000
+    hpz: int = 1
     offload: str = ""
     config: Any = None
 
@@ -57,6 +59,7 @@ class Options:
         require(self.stage in (1, 2, 3), "zero.stage", self.stage, "1, 2 or 3")
         known = self.offload in ("", "cpu") or "/" in self.offload
         require(known, "zero.offload", self.offload, "cpu, or a directory on a disk (with a slash)")
+        require(self.hpz >= 1, "zero.hpz", self.hpz, "a number of ranks from 1")
         require(self.prefetch_bucket >= 0, "zero.prefetch_bucket", self.prefetch_bucket, "a number of elements from 0")
         if self.config is not None:
             check_config(self.config)
@@ -111,6 +114,10 @@ def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.strategy)
     if chosen.offload not in ("", "cpu") and chosen.stage != 3:
         return f"DeepSpeed keeps state on a disk at stage 3 only, got stage {chosen.stage}"
+    if chosen.hpz > 1 and chosen.stage != 3:
+        return f"hpz partitions weights, which DeepSpeed shards at stage 3 only, got stage {chosen.stage}"
+    if spec.topology.world_size % chosen.hpz:
+        return f"hpz={chosen.hpz} does not divide {spec.topology.world_size} ranks"
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
         return "DeepSpeed scales the loss only if the whole model is fp16, and adapters are fp32"
     wanted, device = spec.training.compilation, spec.topology.device
@@ -136,7 +143,7 @@ def wire_bytes(traffic: Traffic) -> float | None:
     default) stay on every rank and are gathered once per step, after the update.
     """
     options, stage = traffic.options, sharded_parts(traffic.options)
-    if stage is None or options.get("config"):
+    if stage is None or options.get("config") or options.get("hpz", 1) > 1:
         return None
     if stage < 3:
         times = traffic.accumulation if stage == 2 else 1
@@ -216,6 +223,7 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
             "stage3_max_reuse_distance": chosen.max_reuse_distance,
             "stage3_param_persistence_threshold": chosen.persistence_threshold,
             "stage3_prefetch_bucket_size": chosen.prefetch_bucket,
+            **({"zero_hpz_partition_size": chosen.hpz} if chosen.hpz > 1 else {}),
             # Its replacement of torch's linear rounds before adding the bias, unlike the other strategies.
             "memory_efficient_linear": False,
         }

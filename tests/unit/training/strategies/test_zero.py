@@ -81,3 +81,12 @@ def test_where_state_is_kept(make_spec: Callable[..., RunSpec]) -> None:
     assert "stage 3 only" in (zero.check(make_spec("zero:stage=2,offload=/scratch")) or "")
     with pytest.raises(RequestError, match=r"zero.offload: got 'gpu'"):
         zero.Options(offload="gpu")
+
+
+def test_a_hierarchical_partition_is_of_stage_3_and_divides_the_ranks(make_spec: Callable[..., RunSpec]) -> None:
+    chosen = parse_options(zero.Options, Choice("zero", {"stage": 3, "hpz": 2}))
+    spec = make_spec("zero:stage=3,hpz=2", 4)
+    assert zero.check(spec) is None
+    assert zero.configuration(spec, chosen)["zero_optimization"]["zero_hpz_partition_size"] == 2
+    assert "got stage 2" in (zero.check(make_spec("zero:stage=2,hpz=2", 4)) or "")
+    assert zero.check(make_spec("zero:stage=3,hpz=3", 4)) == "hpz=3 does not divide 4 ranks"
