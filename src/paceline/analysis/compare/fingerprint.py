@@ -42,7 +42,7 @@ def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
     yield from _machines(record)
     spec = record.spec.to_dict()
     for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
-        value = str(Choice(**spec[name])) if name == "launcher" else spec[name]
+        value = str(Choice(**spec[name])) if name == "launcher" else spec.get(name)
         yield from ((path, inner) for path, (inner, _) in machine.fingerprint_diff({name: value}, {}).items())
     if record.spec.engine:
         yield "engine", str(record.spec.engine)
