@@ -22,7 +22,7 @@ def check(spec: RunSpec) -> str | None:
     chosen, precision = parse_options(Options, spec.workload), spec.training.precision
     require(precision.compute == precision.base, "precision", precision.compute, "fp32, bf16 or fp16 for nodes")
     if load_shape(spec.model).experts:
-        return f"the reference decoder has no mixture of experts, which {spec.model} needs"
+        return f"{spec.model} is a mixture of experts, whose matrix products have no fixed shape to compare nodes by"
     if chosen.training == "none":
         return None
     reason: str | None = load("workloads", chosen.training).check(alone(spec))
