@@ -40,7 +40,8 @@ def _machines(record: RunRecord) -> Iterable[tuple[str, Any]]:
 def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
     """Facts of the machines, and how the launch was requested and set up."""
     yield from _machines(record)
-    spec = record.spec.to_dict()
+    # Fields that are left out of spec.json have their default.
+    spec = {"checkpoint_async": record.spec.checkpoint_async, **record.spec.to_dict()}
     for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
         value = str(Choice(**spec[name])) if name == "launcher" else spec.get(name)
         yield from ((path, inner) for path, (inner, _) in machine.fingerprint_diff({name: value}, {}).items())
