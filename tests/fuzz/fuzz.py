@@ -123,9 +123,10 @@ class Experiments:
         import yaml
 
         from paceline import cli
+        from paceline.cli import command
 
         # What no input changes is built once: it would take two thirds of the time.
-        cli.parser = functools.cache(cli.parser)
+        command.parser = functools.cache(command.parser)
         metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
         self.path, self.out, self._plan = folder / "experiment.yaml", folder / "results", cli.main
         presets = sorted((ROOT / "src/paceline/experiment/presets").glob("*.yaml"))

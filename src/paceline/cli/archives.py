@@ -6,16 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.verbs import (
-    OK,
-    SOME_FAILED,
-    add_allow_option,
-    add_list_option,
-    add_out_option,
-    add_verb,
-    console,
-    print_plain,
-)
+from paceline.cli.overview import OK, SOME_FAILED
+from paceline.cli.verbs import add_allow_option, add_list_option, add_out_option, add_verb, console, print_plain
 from paceline.results import safe_text
 
 

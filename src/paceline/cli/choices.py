@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.overview import OK
 from paceline.cli.predictions import (
     MOST_LAYOUTS,
     add_question,
@@ -19,7 +20,7 @@ from paceline.cli.predictions import (
     usd_of,
     words_of,
 )
-from paceline.cli.verbs import OK, add_out_option, add_verb, console, print_hanging
+from paceline.cli.verbs import add_out_option, add_verb, console, print_hanging
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_list_option, add_verb, print_checks
+from paceline.cli.overview import OK, SOME_FAILED
+from paceline.cli.verbs import Parser, add_list_option, add_verb, print_checks
 from paceline.errors import RequestError, require
 
 DEFAULT_NAMESPACE = "paceline"

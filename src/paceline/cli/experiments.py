@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.overview import OK
 from paceline.cli.results import add_report_options, baseline_of, conclude, costing_of, exporters_of
 from paceline.cli.verbs import (
     DEFAULT_OUT,
-    OK,
     Parser,
     add_allow_option,
     add_list_option,

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.verbs import OK, add_verb, console, print_plain
+from paceline.cli.overview import OK
+from paceline.cli.verbs import add_verb, console, print_plain
 from paceline.errors import RequestError, require
 
 FORMATS = ("terminal", "json")

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.overview import OK, SOME_FAILED
 from paceline.cli.verbs import (
-    OK,
-    SOME_FAILED,
     add_list_option,
     add_out_option,
     add_verb,

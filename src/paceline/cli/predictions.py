@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.overview import OK
 from paceline.cli.results import token_count
-from paceline.cli.verbs import OK, Parser, add_list_option, add_out_option, add_verb, console, print_hanging
+from paceline.cli.verbs import Parser, add_list_option, add_out_option, add_verb, console, print_hanging
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:

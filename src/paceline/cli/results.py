@@ -13,11 +13,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.overview import INTERRUPTED, OK, SOME_FAILED, TOO_NOISY
 from paceline.cli.verbs import (
-    INTERRUPTED,
-    OK,
-    SOME_FAILED,
-    TOO_NOISY,
     Parser,
     add_out_option,
     add_verb,

@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.overview import OK
 from paceline.cli.verbs import (
     DEFAULT_OUT,
-    OK,
     Parser,
     add_allow_option,
     add_list_option,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.experiments import run_experiment
+from paceline.cli.overview import OK
 from paceline.cli.results import add_report_options, compare
-from paceline.cli.verbs import DEFAULT_OUT, OK, add_list_option, add_out_option, add_verb
+from paceline.cli.verbs import DEFAULT_OUT, add_list_option, add_out_option, add_verb
 from paceline.errors import RequestError, require
 
 DEFAULT_REPEATS = 3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console, print_hanging
+from paceline.cli.overview import OK, SOME_FAILED
+from paceline.cli.verbs import add_verb, console, print_hanging
 
 
 def add_verbs(verbs: Any) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline.cli import experiments
-from paceline.cli.verbs import DEFAULT_OUT, INTERRUPTED, OK, WRONG_REQUEST, Parser, add_out_option, add_verb
+from paceline.cli import INTERRUPTED, OK, WRONG_REQUEST, experiments
+from paceline.cli.verbs import DEFAULT_OUT, Parser, add_out_option, add_verb
 from paceline.errors import RequestError, did_you_mean
 
 HERE = "here"

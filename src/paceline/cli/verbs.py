@@ -1,4 +1,4 @@
-"""What the verbs share: exit codes, a parser with one-sentence errors and suggestions, the console."""
+"""What the verbs share: a parser with one-sentence errors and suggestions, the console."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import errno
 import os
 import re
 import select
-import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.cli.overview import help_text
 from paceline.errors import RequestError, did_you_mean
 from paceline.results import safe_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, SOME_FAILED, WRONG_REQUEST, TOO_NOISY, INTERRUPTED = 0, 1, 2, 3, 130
 DEFAULT_OUT = "results"
 # How check results are marked by `doctor` and `cluster check`.
 MARKS = {True: "ok  ", None: "note", False: "BAD "}
@@ -30,11 +29,11 @@ _TYPES = {"int": "a whole number", "float": "a number"}
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, with a suggestion where a known name is close.
 
-    summary is the line about this verb in the help of its parent. groups lists verbs by task in the help of the root.
+    summary is the line about this verb in the help of its parent. The root lists verbs by task instead of its help.
     """
 
     summary = ""
-    groups: Mapping[str, Mapping[str, str]] = {}
+    is_root = False
 
     def error(self, message: str) -> NoReturn:
         """Raise a RequestError in the form `<where>: got <value>, expected <what>.`"""
@@ -69,21 +68,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The usual help; at the root, the verbs listed by task."""
-        if not self.groups:
-            return super().format_help()
-        columns = int(os.environ.get("COLUMNS") or 0) or shutil.get_terminal_size().columns - 2
-        width = max(60, min(columns, 120))
-        parts = [f"Usage: {self.prog} VERB [options]", textwrap.fill(self.description or "", width)]
-        indent = max(len(name) for verbs in self.groups.values() for name in verbs) + 4
-        for title, verbs in self.groups.items():
-            lines = [
-                textwrap.fill(f"  {name:<{indent - 2}}{text}", width, subsequent_indent=" " * indent)
-                for name, text in verbs.items()
-            ]
-            parts.append("\n".join([f"{title}:", *lines]))
-        options = {"-h, --help": "show this help", "--version": "show the version"}
-        parts.append("\n".join(["Options:", *(f"  {name:<{indent - 2}}{text}" for name, text in options.items())]))
-        return "\n\n".join([*parts, textwrap.fill(self.epilog or "", width)]) + "\n"
+        return help_text() if self.is_root else super().format_help()
 
 
 def add_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int] | None, text: str) -> Parser:

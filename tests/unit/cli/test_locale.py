@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from paceline import cli
+from paceline.cli import overview
 from paceline.results.records import Status
 
 Make = Callable[..., Any]
 CODE = """
 import json, os, sys
 from paceline import cli
+from paceline.cli import overview
 assert (sys.stdout.encoding, sys.flags.utf8_mode) == ("ascii", 0), sys.stdout.encoding
 for request in json.loads(sys.argv[1]):
     # As Python decodes the words of a command line.
@@ -78,4 +79,4 @@ def test_every_verb_prints_what_an_ascii_terminal_can_show(
 
 
 def _names() -> list[str]:
-    return [name for names in cli.GROUPS.values() for name in names]
+    return [name for names in overview.VERBS.values() for name in names]

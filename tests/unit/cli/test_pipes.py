@@ -8,23 +8,28 @@ import sys
 import pytest
 
 from paceline import cli
+from paceline.cli import command, overview
 
 
 def test_without_a_verb_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: paceline VERB [options]")
-    assert cli.GROUPS["Run experiments"][:2] == ("start", "run")
-    verbs = {name for names in cli.GROUPS.values() for name in names}
+    assert [*overview.VERBS["Run experiments"]][:2] == ["start", "run"]
+    verbs = {name for names in overview.VERBS.values() for name in names}
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2].isalpha()}
     assert listed == verbs
 
 
 def test_every_verb_is_listed_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every verb of the parser is in one group, and every option of every verb has a help text."""
-    root = cli.parser()
+    """Every verb of the parser is in one group with its summary, and every option of every verb has a help text."""
+    root = command.parser()
     verbs = next(action for action in root._actions if action.choices)
-    assert set(verbs.choices) == {name for names in cli.GROUPS.values() for name in names}  # type: ignore[arg-type]
+    listed = {name: entry for group in overview.VERBS.values() for name, entry in group.items()}
+    assert {name: each.summary for name, each in verbs.choices.items()} == {n: text for n, (_, text) in listed.items()}  # type: ignore[union-attr]
+    for name, (module, _) in listed.items():
+        alone = next(action.choices for action in command.parser(name)._actions if action.choices)
+        assert name in alone, f"{name} is not in {module}"  # type: ignore[operator]
     silent = []
     for parser in verbs.choices.values():  # type: ignore[union-attr]
         inner = next((action.choices for action in parser._actions if isinstance(action.choices, dict)), None)

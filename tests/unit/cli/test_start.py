@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from paceline import cli
-from paceline.cli import start
-from paceline.cli.verbs import INTERRUPTED, OK, WRONG_REQUEST
+from paceline.cli import INTERRUPTED, OK, WRONG_REQUEST, start
 from paceline.experiment import reading
 
 
