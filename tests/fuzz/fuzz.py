@@ -238,9 +238,9 @@ class Runs:
             path.unlink()
             draw.choice((path.mkdir, lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path), path.touch))()
         else:
-            path.rename(
-                path.with_name(draw.choice(("spec.json", "status.json", "samples-.jsonl", "samples-0.1.jsonl")))
-            )
+            name = draw.choice(("spec.json", "status.json", "samples-.jsonl", "samples-0.1.jsonl"))
+            with contextlib.suppress(IsADirectoryError):  # made by an earlier change of this input
+                path.rename(path.with_name(name))
 
     def _edit(self, draw: random.Random, path: Path) -> None:
         """Change values of a document, or of one line of samples."""

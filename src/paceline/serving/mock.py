@@ -67,6 +67,8 @@ RECEIVE_BYTES = 1 << 18
 # Tokens sent before new requests are read: a late token must not make others wait forever.
 SENDS_AT_ONCE = 256
 MOST_TOKENS = 1_000_000
+# What a client may leave unread before its connection is closed; the mode `flood` sends 105 MB at once.
+MOST_UNREAD = 256 << 20
 WORDS = ("pace", "line", "über", "node", "rank", "wire", "clock", "tie ")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -218,6 +220,9 @@ class MockReplica:
             if not data:
                 return
         client.waiting += data
+        if len(client.waiting) > MOST_UNREAD:
+            self._drop(client)
+            return
         self._flush(client)
 
     def _flush(self, client: Client) -> None:

@@ -107,3 +107,19 @@ def test_slow_clients_and_a_flood_of_connections_do_not_stop_it(port: int) -> No
         for sock in held:
             sock.close()
     assert talk(port, posted(b"{}")).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_reads_nothing_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its answers, a million tokens each, fill the memory."""
+    monkeypatch.setattr(mock, "MOST_UNREAD", 1 << 16)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", port))
+        sock.sendall(posted(b'{"max_tokens": 1000000}'))
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < deadline:
+                sock.send(b" ")  # fails once the other end is closed
+                time.sleep(0.05)
+            pytest.fail("it keeps what nobody reads")
+    assert talk(port, posted(b"{}")).startswith(b"HTTP/1.1 200")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
 import json
 import math
 import os
@@ -33,11 +35,15 @@ def check(directory: Path) -> None:
 
 
 def address() -> str:
-    """Where metrics are sent."""
+    """Where metrics are sent. It may contain a user and a password, so it is not repeated."""
     given = os.environ.get(METRICS_ENDPOINT) or os.environ.get(ENDPOINT, DEFAULT).rstrip("/") + "/v1/metrics"
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RequestError(f"{ENDPOINT}: got {given!r}, expected an address such as {DEFAULT}.")
+    try:
+        parts = urlsplit(given)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise RequestError(f"{ENDPOINT}: got another text, expected an address such as {DEFAULT}.")
     return given
 
 
@@ -63,21 +69,36 @@ class OtlpStream:
     def close(self) -> None: ...
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Do not follow redirects: the headers, and the keys in them, are only for the address that was given."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def send(families: Iterable[Family], at_s: float) -> None:
     """One request; RequestError if the collector does not take it."""
     headers = {"Content-Type": "application/json", "User-Agent": f"paceline/{__version__}"}
+    parts = urlsplit(address())
+    user, at, host = parts.netloc.rpartition("@")
+    if at:
+        headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
     for pair in filter(None, os.environ.get(HEADERS, "").split(",")):
         name, _, value = pair.partition("=")
         headers[name.strip()] = unquote(value.strip())
     body = json.dumps(document(families, at_s), allow_nan=False).encode()
-    target = address()
-    shown = urlsplit(target)._replace(netloc=urlsplit(target).netloc.rpartition("@")[2], query="").geturl()
+    target, shown = (parts._replace(netloc=host, **more).geturl() for more in ({}, {"query": ""}))
     try:
         request = urllib.request.Request(target, data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S) as answer:
             answer.read(1 << 16)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise RequestError(f"otlp: {shown} answered {error.code}. Check address and headers.") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        # Other errors quote headers, and so a key.
+        known = getattr(error, "reason", error)
+        reason = str(known) if isinstance(known, OSError) else type(known).__name__
         raise RequestError(f"otlp: cannot send to {shown} ({reason}). Is the collector running?") from None
 
 

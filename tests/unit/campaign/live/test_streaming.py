@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from paceline import cli
 from paceline.campaign.live.streaming import Streaming
+from paceline.errors import RequestError
 from paceline.experiment import plugins
 from paceline.report.exporters import otlp
 from paceline.report.exporters._stream import Stream, StreamedRun
@@ -126,9 +128,14 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]
         def do_POST(self) -> None:
             text = self.rfile.read(int(self.headers["Content-Length"]))
             found.append({"path": self.path, "key": self.headers.get("x-key"), "body": json.loads(text)})
-            self.send_response(200)
+            found[-1]["user"] = self.headers.get("Authorization")
+            self.send_response(302 if "elsewhere" in self.path else 200)
+            self.send_header("Location", "/stolen")
             self.end_headers()
             self.wfile.write(b"{}")
+
+        def do_GET(self) -> None:
+            found.append({"path": self.path, "key": self.headers.get("x-key")})
 
         def log_message(self, format: str, *args: object) -> None: ...
 
@@ -158,6 +165,36 @@ def test_a_collector_gets_every_gauge_as_the_protocol_says(
     service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
     message = parse(json.dumps(request["body"]), service.ExportMetricsServiceRequest())
     assert len(message.resource_metrics[0].scope_metrics[0].metrics) == len(metrics)
+
+
+def test_keys_go_to_the_given_collector_only(collector: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = otlp.address().removesuffix("//v1/metrics").removesuffix("/v1/metrics")
+    monkeypatch.setenv(otlp.METRICS_ENDPOINT, f"{here}/elsewhere")
+    with pytest.raises(RequestError, match="answered 302"):
+        otlp.send([], 1.0)
+    monkeypatch.setenv(otlp.METRICS_ENDPOINT, here.replace("//", "//me:made%20up@") + "/v1/metrics")
+    otlp.send([], 1.0)
+    assert [one["path"] for one in collector] == ["/elsewhere", "/v1/metrics"], "a redirect would take the key along"
+    assert collector[1]["user"] == "Basic " + base64.b64encode(b"me:made up").decode()
+
+
+@pytest.mark.parametrize(
+    ("address", "headers"),
+    [
+        ("http://me:madeup@[/v1", ""),
+        ("http://me:madeup@127.0.0.1:x/v1", ""),
+        ("me:madeup@collector", ""),
+        ("http://me:madeup@127.0.0.1:9/v1", ""),
+        ("http://127.0.0.1:9/v1", "x-key=made%0Amadeup"),
+        ("http://127.0.0.1:9/v1?key=madeup", ""),
+    ],
+)
+def test_no_error_of_a_collector_repeats_a_secret(address: str, headers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(otlp.METRICS_ENDPOINT, address)
+    monkeypatch.setenv(otlp.HEADERS, headers)
+    with pytest.raises(RequestError) as caught:
+        otlp.send([], 1.0)
+    assert "madeup" not in str(caught.value)
 
 
 def test_a_collector_that_is_gone_is_reported_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
