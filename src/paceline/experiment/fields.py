@@ -184,6 +184,7 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     training_of_nodes = str(workload.options.get("training"))
     trained_by = _traits(training_of_nodes) if plugins.is_shipped("workloads", training_of_nodes) else Traits()
     fine_tunes = trained_by.fine_tunes if traits.tests_nodes else traits.fine_tunes
+    fine_tunes |= traits.may_fine_tune and not cell.model_fields_set.isdisjoint(_TUNING)
     serving = {field: getattr(cell, field) for field in _SERVING}
     # `engine.loadgen` is another way to write the field `loadgen`, and not an option of any engine.
     loadgen = engine.options.get("loadgen", serving["loadgen"])

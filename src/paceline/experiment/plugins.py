@@ -91,16 +91,18 @@ class Traits:
     trains: it takes optimizer steps. The fields of training (micro_batch, steps, ...) then distinguish its cells, and a
     strategy is chosen for it, unless it tests nodes. certified: its runs are ranked by speed, so they must prove equal
     work against a reference. serves: it sends requests to an engine (fields of `Serving`). fine_tunes: the fields of
-    `Tuning` apply. tests_nodes: it measures each node alone; a wrong result is a finding and not a failure.
-    probes_limit: it searches for a memory limit, so running out of memory is a result. measures_memory: the report
-    shows its runs in the memory tables. measures_network: it needs no model. scripted: it runs the user's own training
-    code (`script.Script`), whose work is observed and graded (docs/scripts.md), not prescribed.
+    `Tuning` apply. may_fine_tune: they apply where one of them is set. tests_nodes: it measures each node alone; a
+    wrong result is a finding and not a failure. probes_limit: it searches for a memory limit, so running out of memory
+    is a result. measures_memory: the report shows its runs in the memory tables. measures_network: it needs no model.
+    scripted: it runs the user's own training code (`script.Script`), whose work is observed and graded
+    (docs/scripts.md), not prescribed.
     """
 
     trains: bool = False
     certified: bool = False
     serves: bool = False
     fine_tunes: bool = False
+    may_fine_tune: bool = False
     tests_nodes: bool = False
     probes_limit: bool = False
     measures_memory: bool = False

@@ -15,7 +15,7 @@ from paceline.results.records import RunRecord, Status
 from paceline.workloads import memory
 from paceline.workloads.pretrain import capacity_sample
 
-TRAITS = Traits(trains=True, measures_memory=True, probes_limit=True)
+TRAITS = Traits(trains=True, measures_memory=True, probes_limit=True, may_fine_tune=True)
 
 
 @dataclass(frozen=True)

@@ -518,6 +518,16 @@ def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str, gol
     assert expansion.load("finetune", ["device=cpu", setting])
 
 
+def test_memory_is_that_of_fine_tuning_if_a_field_of_it_is_set() -> None:
+    """`paceline plan memory --set method=qlora`, for the probes of the frontier too."""
+    llama = ["device=cpu", "model=tiny-llama"]
+    assert {spec.tuning for spec in expansion.load("memory", llama)} == {None}
+    tuned = expansion.load("memory", [*llama, "method=qlora", "rank=8"])
+    assert {spec.workload.name for spec in tuned} == {"memory", "frontier"}
+    assert {(spec.tuning.method, spec.tuning.rank) for spec in tuned if spec.tuning} == {("qlora", 8)}
+    assert all(spec.tuning for spec in tuned)
+
+
 def test_the_points_of_a_design_are_told_apart_while_they_run(golden: object) -> None:
     titles = {title(spec) for spec in expansion.load("diagnose", ["device=cpu", "repeats=1"])}
     assert titles == golden

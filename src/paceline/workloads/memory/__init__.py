@@ -18,7 +18,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.results.records import ComponentSample, MemorySample
 from paceline.training import instruments
-from paceline.workloads import pretrain
+from paceline.workloads import finetune, pretrain
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.workloads.memory.ledger import Ledger
     from paceline.workloads.memory.rehearsal import Answer
 
-TRAITS = Traits(trains=True, measures_memory=True)
+TRAITS = Traits(trains=True, measures_memory=True, may_fine_tune=True)
 # The first step creates the optimizer's state, the second lets DDP and DeepSpeed settle, the last one is measured.
 FEWEST_STEPS = 3
 HOPPER = 9
@@ -47,6 +47,8 @@ def check_training(spec: RunSpec) -> str | None:
     if spec.training.precision.is_8bit:
         precision = spec.training.precision.compute
         return f"memory by component is not predicted for precision {precision}; pretrain measures its peak"
+    if spec.tuning is not None:
+        return finetune.check(replace(spec, workload=Choice("finetune")))
     return pretrain.check(replace(spec, workload=Choice("pretrain")))
 
 
@@ -58,13 +60,13 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Prediction) -> None:
     """Train a few steps and record the memory at every moment of the last one."""
     from paceline.models.arithmetic import load as load_shape
-    from paceline.training.data.corpus import Partition, open_corpus
+    from paceline.training.data.corpus import Partition, facts_of, open_data
     from paceline.workloads._loop import Loop
     from paceline.workloads.memory.memory_trace import TracedTrainer
 
     assert spec.strategy is not None
     steps = max(spec.steps, FEWEST_STEPS)
-    corpus = open_corpus(spec.training.data, load_shape(spec.model).vocab, spec.training.sequence_length, spec.seed)
+    corpus = open_data(spec, load_shape(spec.model).vocab)
     recorder.progress(0, "setup")
     with instruments.attention_backends(seat.device), memory_meter(seat) as meter:
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
@@ -83,7 +85,7 @@ def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Predictio
             recorder.add(
                 ComponentSample(rank=seat.rank, component=name, source="held", bytes=size, micro_batch=micro_batch)
             )
-        observed = pretrain.evidence(spec, seat, trainer, start, loop, wall_s)
+        observed = pretrain.evidence(spec, seat, trainer, start, loop, wall_s, facts_of(corpus))
         recorder.conclude(replace(observed, settings={**observed.settings, "prediction": prediction.state()}))
 
 

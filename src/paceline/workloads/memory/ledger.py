@@ -53,7 +53,9 @@ class Ledger(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage, unless it is known already."""
+        """Add a tensor's storage, unless it is known already. Tensors on the meta device have no memory."""
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._entries:

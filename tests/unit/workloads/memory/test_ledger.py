@@ -91,3 +91,12 @@ def test_a_buffer_that_another_thread_lets_go_a_moment_later_is_not_counted() ->
         assert ledger.live_bytes == 3 * KIB
         assert ledger.settled_bytes() == kept.nbytes == KIB
         late.join()
+
+
+def test_tensors_without_memory_are_not_counted() -> None:
+    """DeepSpeed keeps the shapes of all weights as tensors on the meta device."""
+    with Ledger().counting() as ledger:
+        real = torch.zeros(100)
+        shape = torch.zeros_like(real, device="meta")
+        assert shape.numel() == 100
+        assert ledger.live_bytes == 400
