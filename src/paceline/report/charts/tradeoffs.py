@@ -51,9 +51,12 @@ def speed_by_rate(report: Report) -> Iterator[Chart]:
 def loss(report: Report) -> Iterator[Chart]:
     """The loss of the first seed, against tokens and against seconds; a panel for each setting."""
     for name, over, unit in (("tokens", "tokens", "tokens"), ("seconds", "seconds of training", "s")):
-        points = [
-            point for panel, row in _panels(report) for trace in row.traces for point in _drawn(panel, row, trace, name)
-        ]
+        # Rows of a panel share their baseline, which is drawn once.
+        drawn: dict[tuple[str, str], tuple[Tradeoff, LossTrace]] = {}
+        for panel, row in _panels(report):
+            for trace in row.traces:
+                drawn.setdefault((panel, trace.series), (row, trace))
+        points = [p for (panel, _), (row, trace) in drawn.items() for p in _drawn(panel, row, trace, name)]
         yield Chart(
             name=f"loss_by_{name}",
             title=f"Loss against {over}",
@@ -61,7 +64,7 @@ def loss(report: Report) -> Iterator[Chart]:
             kind=LINES,
             x=Axis(label=over, unit=unit, ticks="round"),
             y=Axis(label="loss, nat", unit="nat", zero=False),
-            points=tuple(dict.fromkeys(points)),
+            points=tuple(points),
             series=used(_series(report), points),
         )
 

@@ -12,7 +12,7 @@ from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Repor
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.experiment.choices import Choice
-from paceline.report.charts.tradeoffs import speed_by_rate
+from paceline.report.charts.tradeoffs import loss, speed_by_rate
 from paceline.report.tables import tradeoffs as tables
 from paceline.results.records import RunRecord
 
@@ -108,3 +108,12 @@ def test_rates_of_an_emulated_network_show_where_it_pays() -> None:
     assert [table.title for table in tables.tables(report)] == ["Compared with ddp", "Where it begins to pay"]
     (chart,) = speed_by_rate(report)
     assert [(point.x, round(point.y, 1)) for point in chart.points] == [(100.0, 2.0), (1000.0, 0.7)]
+
+
+def test_the_baseline_of_several_rows_is_drawn_once() -> None:
+    records = [run(None, 1, 1.0), run("ddp", 1, 1.0), run(SIGNS, 1, 0.5), run("compressed:method=fp16", 1, 0.7)]
+    by_tokens, by_seconds = loss(build(records, "test"))
+    for chart in (by_tokens, by_seconds):
+        drawn = [point.x for point in chart.points if point.series == "ddp"]
+        assert drawn == sorted(drawn)
+        assert len(drawn) == 30
