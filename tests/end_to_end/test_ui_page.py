@@ -125,9 +125,9 @@ def test_campaigns_answer_and_two_ticked_are_compared(browser: Any, url: str) ->
     assert [bool(answer) for answer in browser.execute_script(answers)] == [True, False, False]
     for name in ("before", quote(EVIL, safe="")):
         with urllib.request.urlopen(f"{url}/campaign/{name}/headline", timeout=PATIENCE_S) as answer:
-            assert b"386,000 tokens/s" in answer.read()
+            assert b"faster than fsdp2" in answer.read()
     browser.refresh()
-    assert ["386,000 tokens/s" in answer for answer in browser.execute_script(answers)] == [False, True, True]
+    assert ["faster than fsdp2" in answer for answer in browser.execute_script(answers)] == [False, True, True]
     assert violations(browser) == []
     compare = browser.find_element("css selector", "#compare")
     assert not compare.is_enabled()
@@ -146,7 +146,7 @@ def test_runs_are_found_while_typing(browser: Any, url: str) -> None:
     browser.get(f"{url}/runs")
     count = "return document.querySelectorAll('#rows tbody tr').length"
     every = browser.execute_script(count)
-    assert every == 21
+    assert every == 53
     browser.find_element("css selector", 'input[type="search"]').send_keys("fsdp2")
     found = wait_for(lambda: (n := browser.execute_script(count)) < every and n)
     assert 0 < found < every
