@@ -17,13 +17,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from testbed import EXHAUSTIVE
 
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status, StepSample
 
-STEPS, RANKS, FEWEST_POINTS = (30, 2, 200) if EXHAUSTIVE else (6, 2, 60)
+STEPS, RANKS, FEWEST_POINTS = 30, 2, 200
 # Everything by which Python changes files.
 OPERATIONS = frozenset({"open", "write", "flush", "close", "__exit__", "fsync", "rename", "replace", "unlink", "mkdir"})
 Step, OutcomeOf = Callable[..., StepSample], Callable[..., Outcome]
