@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from testbed import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -17,6 +18,8 @@ CHEATS = [
     ("faulty.shifted_tokens", "pretrain", "loss trajectory", "the closest to its limit of 4 compared steps"),
     ("ddp", "faulty.other_data", "data", "other token ids than the reference at 4 steps"),
 ]
+if not EXHAUSTIVE:  # tests/adversary has these and more; here their words reach the report
+    CHEATS = CHEATS[:2]
 IDS = [f"{strategy}-{workload}" for strategy, workload, *_ in CHEATS]
 
 

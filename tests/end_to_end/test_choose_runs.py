@@ -47,6 +47,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_choice_continues_and_cites_its_runs(
     measured_machine: Path, tmp_path: Path, environment: Callable[..., dict[str, str]]
 ) -> None:

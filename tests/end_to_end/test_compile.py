@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.exhaustive
 def test_compiled_ddp_follows_the_reference(campaign: Callable[..., Any], smaller: dict[str, Any]) -> None:
     fields = smaller | {"global_batch": 2, "precision": "fp32", "compile": True}
     done = campaign("compiled", {"strategy": ["ddp"]}, **fields)

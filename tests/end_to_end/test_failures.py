@@ -129,6 +129,7 @@ sys.meta_path.insert(0, Absent())
 """
 
 
+@pytest.mark.exhaustive
 def test_a_missing_package_is_unsupported_with_the_install_command(
     campaign: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_rank_that_fails_is_a_sealed_failure_and_the_next_run_goes_on(
     assert all(words in str(record.error) for record in records(tmp_path)), records(tmp_path)[0].error
 
 
+@pytest.mark.exhaustive
 def test_a_process_of_the_job_that_dies_ends_the_run_and_the_command(
     tmp_path: Path, started: Started, eventually: Callable[..., Any]
 ) -> None:
@@ -176,6 +177,7 @@ def test_an_interrupted_job_leaves_no_record(tmp_path: Path, started: Started, e
     assert not store.is_sealed(run_dir)
 
 
+@pytest.mark.exhaustive
 def test_processes_end_with_rank_0(tmp_path: Path, started: Started, eventually: Callable[..., Any]) -> None:
     write_experiment(tmp_path, base={"processes": 2})
     children = started(2, LIGHT_S="60")
@@ -184,6 +186,7 @@ def test_processes_end_with_rank_0(tmp_path: Path, started: Started, eventually:
     assert ended(children)[1] == (1, "")
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_hangs_is_ended_with_its_stacks(tmp_path: Path, started: Started) -> None:
     write_experiment(tmp_path, base={"processes": 2, "stall_s": 3.0})
     assert [code for code, _ in ended(started(2, LIGHT_FAULT="hang:1"))] == [1, 1]
@@ -298,6 +301,7 @@ def test_one_process_of_a_node_starts_the_others(tmp_path: Path, node: Callable[
     assert (record.status, len(record.outcomes)) == ("ok", 2)
 
 
+@pytest.mark.exhaustive
 def test_the_others_of_a_node_end_with_it(
     tmp_path: Path, node: Callable[..., subprocess.Popen[str]], eventually: Callable[..., Any]
 ) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import yaml
+from testbed import EXHAUSTIVE
 from testbed.kube_api import Cluster, kueue
 from testbed.kube_api.jobs import index_of
 from testbed.kube_api.kueue import LOCAL_QUEUES
@@ -275,6 +276,23 @@ SCENARIOS = {
 }
 
 
+# Each kind of job, and each way to end once. The others are more causes of the same ends.
+USUAL = (
+    "plain",
+    "jobset",
+    "trainjob",
+    "claimed",
+    "killed",
+    "evicted",
+    "queued",
+    "greedy",
+    "unable",
+    "late",
+    "full",
+    "cut",
+)
+if not EXHAUSTIVE:
+    SCENARIOS = {name: SCENARIOS[name] for name in USUAL}
 REQUESTS = 40
 
 
@@ -330,6 +348,10 @@ BEREAVED = {
     "unheard": Scenario("ok", **SERVED, meanwhile=mute_second_node),
     "headless": Scenario("preempted", **SERVED, meanwhile=evict_client),
 }
+
+
+if not EXHAUSTIVE:
+    WITHOUT, BEREAVED = {"widowed": WITHOUT["widowed"]}, {"widowed": BEREAVED["widowed"]}
 
 
 def lost_lines(pod: dict[str, Any]) -> re.Pattern[bytes] | None:
@@ -422,6 +444,7 @@ def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
     until(lambda: not bed.cluster.leftovers(name), "the end of everything")
 
 
+@pytest.mark.exhaustive
 def test_a_launch_after_an_outage_removes_the_job_that_the_outage_left(bed: Bed) -> None:
     """The API server was away for longer than the patience: the run failed and its job could not be deleted."""
     name = "outlasted"
@@ -471,6 +494,7 @@ def test_replicas_go_on_without_a_node_that_was_lost(name: str, bed: Bed, record
     until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
 
 
+@pytest.mark.exhaustive
 def test_nothing_goes_on_without_the_node_of_the_client(bed: Bed, records: dict[str, Future[Any]]) -> None:
     record = records["headless"].result()
     assert record.status == "preempted", record.error
@@ -526,6 +550,7 @@ def test_a_controller_that_was_killed_finds_its_job_again(bed: Bed, controller: 
     until(lambda: not bed.cluster.leftovers(name), "the end of everything")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_removes_everything_and_keeps_what_was_measured(bed: Bed, controller: Callable[[RunSpec], Any]) -> None:
     name = "stopped"
     bed.prepare(name)

@@ -124,6 +124,7 @@ def search(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> tuple[Path, su
     return folder, ask("run", folder, "search", settings, {})
 
 
+@pytest.mark.exhaustive
 def test_the_limit_lies_between_two_real_probes(search: tuple[Path, Any]) -> None:
     folder, done = search
     (point,) = concluded(folder, "search").frontier
@@ -138,6 +139,7 @@ def test_the_limit_lies_between_two_real_probes(search: tuple[Path, Any]) -> Non
     assert "Not ranked" not in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_probe_without_room_is_a_sealed_record_with_its_reason(search: tuple[Path, Any]) -> None:
     records, _ = store.read_runs(search[0] / "search")
     without_room = [r for r in records if r.status == "oom"]
@@ -146,6 +148,7 @@ def test_a_probe_without_room_is_a_sealed_record_with_its_reason(search: tuple[P
     assert all(any(c.source == "predicted" for c in r.components) for r in without_room)
 
 
+@pytest.mark.exhaustive
 def test_a_settled_search_is_not_repeated(
     search: tuple[Path, Any], ask: Ask, living: Callable[[Path], list[str]]
 ) -> None:

@@ -151,6 +151,7 @@ base: {workload: inference, engine: "transformers:max_batch=4", device: cpu, pro
 """
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run_asks_a_replica_of_random_weights(paceline: Any, tmp_path: Path) -> None:
     import torch
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from testbed import ray_cluster
+from testbed import EXHAUSTIVE, ray_cluster
 
 from paceline.campaign.run import controller
 from paceline.experiment.choices import Choice
@@ -148,6 +148,13 @@ ENDS = {
 }
 
 
+# The others end in the same words under SSH and Slurm.
+USUAL = ("killed rank", "time limit", "interrupt", "no room", "no cluster", "other Ray")
+if not EXHAUSTIVE:
+    TROUBLES = {name: TROUBLES[name] for name in USUAL}
+    ENDS = {name: ENDS[name] for name in USUAL if name in ENDS}
+
+
 @pytest.fixture(scope="module")
 def troubled(light: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All troubles at once, each with a controller's thread of its own; name -> (result or exception, folder)."""
@@ -175,12 +182,14 @@ def test_a_trouble_is_a_sealed_record_with_a_sentence(troubled: dict[str, Any], 
     assert all(store.is_sealed(run_dir) for run_dir in store.run_dirs(out))
 
 
+@pytest.mark.exhaustive
 def test_what_ranks_wrote_before_the_trouble_is_kept(troubled: dict[str, Any]) -> None:
     for name in ("killed rank", "full disk", "hang"):
         record = next(iter(store.read_runs(troubled[name][1])[0]))
         assert {sample.rank for sample in record.steps} == {0, 1}, name
 
 
+@pytest.mark.exhaustive
 def test_replicas_go_on_without_a_rank_that_was_killed(troubled: dict[str, Any]) -> None:
     (status, error), out = troubled["lost replica"]
     # A client that was late on a busy machine says so itself, and only that.

@@ -192,6 +192,7 @@ def test_a_rank_that_is_killed_fails_the_run(bench: Bench, monkeypatch: pytest.M
     assert bench.cluster.processes() == []
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_says_why_is_heard(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHT_FAULT", "full:1")
     assert bench.run() == (Status.FAILED, "rank 1 on n2: OSError: No space left on device")
@@ -228,6 +229,7 @@ def test_a_job_that_never_begins_says_why(bench: Bench) -> None:
     assert any("PartitionDown" in reason for reason in witness.waited)
 
 
+@pytest.mark.exhaustive
 def test_a_slurmctld_that_restarts_loses_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHT_S", "2")
 
@@ -238,6 +240,7 @@ def test_a_slurmctld_that_restarts_loses_nothing(bench: Bench, monkeypatch: pyte
     assert bench.run(Witness(restart)) == (Status.OK, None)
 
 
+@pytest.mark.exhaustive
 def test_a_preempted_run_is_no_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHT_S", "600")
     urgent = ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
@@ -418,6 +421,7 @@ def test_nothing_goes_on_without_the_rank_of_the_client(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("meeting")
+@pytest.mark.exhaustive
 def test_replicas_go_on_without_a_node_that_disappears(
     bench: Bench, tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:

@@ -171,6 +171,7 @@ def test_replicas_go_on_without_a_node_whose_rank_was_killed(field: Field) -> No
     assert record.lost_nodes == (1,)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_leaves_its_stack(field: Field) -> None:
     status, error = field.run("hang:0", nodes=1, stall_s=5.0)
     assert status is Status.HANG
@@ -295,6 +296,7 @@ def test_a_host_that_is_not_there(field: Field) -> None:
     assert "nowhere.invalid has a name that does not resolve here" in error
 
 
+@pytest.mark.exhaustive
 def test_a_python_that_is_not_there(field: Field) -> None:
     _, error = field.run(python="/nowhere/bin/python", nodes=1)
     assert f"root@{FIRST}:{field.hosts.port} has no Python at '/nowhere/bin/python'; set `python`; try: ssh" in error
@@ -325,6 +327,7 @@ def test_a_host_without_paceline(field: Field, altered: Callable[..., str]) -> N
     assert f"pip install paceline=={__version__}" in error
 
 
+@pytest.mark.exhaustive
 def test_hosts_of_different_versions_are_refused(field: Field, altered: Callable[..., str]) -> None:
     """The path of this Python is hostile on top: it stays one word for the remote shell."""
     python = altered("import paceline; paceline.__version__ = '9.9'")
@@ -377,6 +380,7 @@ def test_a_disk_that_ranks_fill_is_told(field: Field, tiny: Path) -> None:
     assert not list(tiny.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_is_full_is_told(field: Field, tiny: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         (tiny / "ballast").write_bytes(bytes(1 << 20))

@@ -196,6 +196,7 @@ for step in range(100):
 """
 
 
+@pytest.mark.exhaustive
 def test_the_gate_catches_a_slower_commit(observe: Observe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second version of the script does the same work and sleeps twenty times as long."""
     from paceline.cli import main
