@@ -74,7 +74,7 @@ def goodput(arguments: argparse.Namespace) -> int:
 
 
 def _spot_prices(arguments: argparse.Namespace) -> tuple[tuple[float, float], float] | None:
-    """((on demand, spot), interruptions per hour); None if none was given, an error if one is missing."""
+    """Prices (on demand, spot) and interruptions per hour; None without these options, an error if one is missing."""
     given = {
         "--price": arguments.price,
         "--spot-price": arguments.spot_price,

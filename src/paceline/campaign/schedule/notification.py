@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from paceline.campaign.schedule.agenda import Schedule
+from paceline.host.redirects import NoRedirects
 
 COMMAND_S, WEBHOOK_S = 120.0, 20.0
 
@@ -61,13 +62,6 @@ def _by_command(command: str, notice: Notice, environ: Mapping[str, str], direct
     return f"the notify command {'succeeded' if done.returncode == 0 else f'failed with {done.returncode}'}"
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Do not follow redirects: the headers are only for the URL that was given. The 3xx status is reported."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
 def _by_webhook(variable: str, headers: Mapping[str, str], notice: Notice, environ: Mapping[str, str]) -> str:
     absent = [name for name in (variable, *headers.values()) if not environ.get(name)]
     if absent:
@@ -83,7 +77,7 @@ def _by_webhook(variable: str, headers: Mapping[str, str], notice: Notice, envir
             headers={"Content-Type": "application/json", "User-Agent": "paceline", **given},
             method="POST",
         )
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=WEBHOOK_S) as response:
+        with urllib.request.build_opener(NoRedirects).open(request, timeout=WEBHOOK_S) as response:
             return f"the webhook answered {response.status}"
     except urllib.error.HTTPError as error:
         error.close()

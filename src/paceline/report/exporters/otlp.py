@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from paceline import __version__
 from paceline.analysis.findings import Report
 from paceline.errors import RequestError
+from paceline.host.redirects import NoRedirects
 from paceline.report.exporters import prometheus
 from paceline.report.exporters._stream import StreamedPoint, StreamedRun
 from paceline.report.exporters.prometheus import Family, metric_name
@@ -69,13 +70,6 @@ class OtlpStream:
     def close(self) -> None: ...
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Do not follow redirects: the headers, and the keys in them, are only for the address that was given."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
 def send(families: Iterable[Family], at_s: float) -> None:
     """One request; RequestError if the collector does not take it."""
     headers = {"Content-Type": "application/json", "User-Agent": f"paceline/{__version__}"}
@@ -90,7 +84,7 @@ def send(families: Iterable[Family], at_s: float) -> None:
     target, shown = (parts._replace(netloc=host, **more).geturl() for more in ({}, {"query": ""}))
     try:
         request = urllib.request.Request(target, data=body, headers=headers)
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.build_opener(NoRedirects).open(request, timeout=TIMEOUT_S) as answer:
             answer.read(1 << 16)
     except urllib.error.HTTPError as error:
         error.close()

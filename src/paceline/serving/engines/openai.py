@@ -22,6 +22,7 @@ from paceline.contract import Endpoint, Seat
 from paceline.errors import UnsupportedError, require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.host.redirects import NoRedirects
 
 # For a whole answer, however slowly a server sends it.
 REQUEST_S = 10.0
@@ -125,18 +126,11 @@ def _version(url: str, secret: str | None, certificates: str | None) -> str | No
     return version[:80] if isinstance(version, str) else None
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key is for the named host; a redirect would send it to another."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
 def _get(url: str, secret: str | None, certificates: str | None) -> Any:
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     request = urllib.request.Request(url, headers=headers)
     context = ssl.create_default_context(cafile=certificates) if url.startswith("https") else None
-    opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
+    opener = urllib.request.build_opener(NoRedirects, urllib.request.HTTPSHandler(context=context))
     answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
