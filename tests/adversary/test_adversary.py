@@ -130,7 +130,7 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
         "precision": f"{precision}/fp32",
         "learning_rate": 1e-3,
         "clip_norm": 0.25,
-        "timeout_s": 60.0,
+        "timeout_s": 600.0,
         "telemetry_hz": 0.0,
     }
     found = {}
