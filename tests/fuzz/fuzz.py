@@ -3,6 +3,7 @@
     python tests/fuzz/fuzz.py experiments 50000        mutated YAML through `paceline plan`
     python tests/fuzz/fuzz.py runs 20000               mutated run directories through a report with healthy neighbours
     python tests/fuzz/fuzz.py streams 50000            mutated HTTP streams through the load generator's client
+    python tests/fuzz/fuzz.py live 20000               mutated files of a running campaign through every live display
 
 Whatever the input, there is no traceback, none takes more than 5 s of processor time (user and system, all threads) or
 60 s by the clock, and the process, all inputs together, needs at most 1 GB of data. A sealed input is read as damaged
@@ -27,6 +28,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tarfile
 import tempfile
@@ -282,6 +284,103 @@ class Runs:
         )
 
 
+# --- a running campaign ---
+
+
+class Live:
+    """A run in progress, its campaign and a schedule with files and values changed, through `status`, `logs`, the page
+    of metrics and what trackers are sent."""
+
+    def __init__(self, folder: Path) -> None:
+        from paceline.campaign.schedule import agenda
+        from paceline.campaign.schedule.agenda import Schedule
+        from paceline.campaign.schedule.cron import Cron
+        from paceline.host.gauges import read as read_gauges
+        from paceline.host.usage import UsageReader
+        from paceline.results import campaign_file, store
+        from paceline.results.records import GaugeSample
+
+        self.folder, self._damage = folder / "mutated", Runs._damage
+        self._edit = functools.partial(Runs._edit, self)  # type: ignore[arg-type]
+        self._base = folder / "running"
+        with tarfile.open(next((ROOT / "tests/golden/capsules").glob("*.tar.gz"))) as tar:
+            tar.extractall(folder / "golden", filter="data")
+        source = next(run for run in sorted(store.run_dirs(folder / "golden")) if (run / "samples-0.jsonl").exists())
+        spec = store.read_spec(source)
+        run = self._base / spec.experiment / spec.run_id
+        shutil.copytree(source, run)
+        (run / "status.json").unlink()
+        (run / "log.txt").write_text("[rank 0] begins\n[rank0]: torch speaks\ngpu1:4711:4802 [0] NCCL INFO\n")
+        store.write_json(run / "job.json", {"launcher": "slurm", "handle": {"job_id": 7}, "outlives_controller": True})
+        for rank in range(2):
+            store.ProgressFile(run, rank).mark(3, "forward")
+        host, usage = read_gauges().host, UsageReader()
+        lines = []
+        for number in range(3):
+            about = {"rank": 0, "host": "a", "at_s": host.at_s + number, "cpu_ratio": 0.5, "received_bytes": number}
+            about |= {"memory_used_bytes": 1, "sent_bytes": number}
+            gauge = GaugeSample(**about, device=None, usage=_as_dict(usage.read()))  # type: ignore[arg-type]
+            lines += [store.sample_line(gauge), store.sample_line(GaugeSample(**about, device=0))]  # type: ignore[arg-type]
+        (run / "samples-gauges-0.jsonl").write_text("".join(lines))
+        campaign_file.write_plan(run.parent, [spec])
+        about = {"experiment": "quick", "source": "quick", "directory": str(folder), "added_at": 1e9}
+        nightly = Schedule(name="nightly", cron=Cron("0 3 * * *", "UTC"), backend="crontab", **about)  # type: ignore[arg-type]
+        agenda.write(self._base, nightly)
+        for event in ("began", "ended"):
+            agenda.record(self._base, "nightly", event, "1", at=2e9, due_at=2e9, outcome="ok", report="x/report.html")
+
+    def __call__(self, draw: random.Random) -> str:
+        from paceline.campaign.live import logs, metrics_endpoint, status, streaming
+        from paceline.campaign.live.nodes import Watches
+        from paceline.errors import PacelineError
+        from paceline.results import campaign_file
+
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self._base, self.folder)
+        folders = sorted({path.parent for path in self.folder.rglob("*") if path.is_file()})
+        for _ in range(draw.choice((1, 1, 1, 2, 3))):
+            with contextlib.suppress(IndexError):  # the directory has no file any more
+                self._damage(self, draw, draw.choice((folders[-1], *folders)))  # type: ignore[arg-type]
+        lines, running = status.folder_lines(self.folder)
+        assert not any(ord(c) < 32 and c != "\t" for line in lines for c in line.replace("\n", "")), (
+            "control characters"
+        )
+        views = campaign_file.read_views(self.folder)
+        metrics_endpoint.page_text(None, views, self.folder, Watches())
+        sent = Counter[str]()
+        streaming.Streaming(self.folder, {"all": _Taker(sent)}, lambda text: None).look()
+        for run in {path.parent for path in self.folder.glob("*/*/spec.json")}:
+            with contextlib.suppress(PacelineError, OSError):
+                logs.check(run, None)
+                list(logs.read(run, None, False, lambda text: None, lambda: True))
+        return f"{'running' if running else 'not running'}, {'steps sent' if sent['points'] else 'nothing sent'}"
+
+
+def _as_dict(usage: Any) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(usage)
+
+
+class _Taker:
+    """A tracker that takes what is sent to it as TensorBoard does: steps are 64 bits, values floats."""
+
+    def __init__(self, sent: Counter[str]) -> None:
+        self._sent = sent
+
+    def write(self, run: Any, points: Sequence[Any]) -> None:
+        for point in points:
+            struct.pack(f"<q{len(point.values)}d", point.step, *point.values.values())
+            self._sent["points"] += 1
+
+    def gauges(self, families: Sequence[Any], at_s: float) -> None:
+        self._sent["families"] += len(families)
+
+    def end(self, run: Any, is_ok: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
 # --- streams ---
 
 
@@ -375,6 +474,7 @@ TARGETS: dict[str, Callable[[Path], Callable[[random.Random], str]]] = {
     "experiments": Experiments,
     "runs": Runs,
     "streams": Streams,
+    "live": Live,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-COUNTS = {"experiments": 150, "runs": 60, "streams": 500}
+COUNTS = {"experiments": 150, "runs": 60, "streams": 500, "live": 60}
 
 
 @pytest.mark.parametrize("target", COUNTS)

@@ -27,6 +27,7 @@ from paceline.campaign.schedule.cron import wall
 from paceline.campaign.schedule.notification import Notice
 from paceline.errors import RequestError
 from paceline.host import redaction
+from paceline.host.files import log_text
 from paceline.host.processes import end_with_parent, signal_name
 
 LOG = "log.txt"
@@ -200,7 +201,7 @@ def _follow(
 def _failure_reason(log: Path, report: Path | None) -> str | None:
     """The error message of the campaign; else the last failure in its report, which is not cut to the width of a
     screen as the log may be; else the last line of the log."""
-    lines = [line.strip() for line in log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.strip() for line in log_text(log).splitlines() if line.strip()]
     ours = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
     reported = _reported_failure(report.with_suffix(".json")) if report is not None and not ours else None
     failed = [line for line in lines if line.startswith(("\u2717", "\u2260"))]

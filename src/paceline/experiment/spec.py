@@ -279,6 +279,7 @@ class RunSpec:
         has_any = every is not None or not self.checkpoint_async
         require(has_any, "checkpoint_async", self.checkpoint_async, "false, or a number of steps as checkpoint_every")
         require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
+        require(type(self.repeat) is int and self.repeat >= 0, "repeat", self.repeat, "a whole number from 0")
         for name in ("env", "contents"):
             value = getattr(self, name)
             is_text = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> Path:
@@ -49,6 +52,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file of a directory that may be anybody's. OSError for a device or a pipe, which may never end; opening a
+    pipe does not wait for a writer."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
 # JSON takes up to twenty times its size in memory.
 LARGEST_DOCUMENT_BYTES = 32 * 2**20
 
@@ -56,13 +69,27 @@ LARGEST_DOCUMENT_BYTES = 32 * 2**20
 def document_of(path: Path) -> bytes:
     """The content of a JSON or CSV file, which may be anybody's. OSError for a device or a pipe, which may never end,
     and for a file that is larger than any that Paceline writes."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(LARGEST_DOCUMENT_BYTES + 1)
     if len(content) > LARGEST_DOCUMENT_BYTES:
         raise OSError(errno.EFBIG, f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB", str(path))
     return content
+
+
+# What is read of a log: its end says why a job failed, its beginning where it ran.
+LOG_BEGIN_BYTES, LOG_END_BYTES = 1 << 20, 1 << 24
+
+
+def log_text(path: Path) -> str:
+    """The text of a log, of a long one its beginning and its end: ranks may print gigabytes. Empty if there is none."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        content = file.read(LOG_BEGIN_BYTES)
+        size = os.fstat(file.fileno()).st_size
+        if size > LOG_BEGIN_BYTES + LOG_END_BYTES:
+            content += b"\n"
+            file.seek(size - LOG_END_BYTES)
+        return (content + file.read(LOG_END_BYTES)).decode(errors="replace")
+    return ""
 
 
 def state_directory(environ: Mapping[str, str]) -> Path:

@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.host import processes
 from paceline.host.environment import recorded_environment
 from paceline.host.files import text_of
 from paceline.host.topology import Topology, read_topology
@@ -42,6 +42,12 @@ _PACKAGES = (
     "nvidia-ml-py",
 )
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+# How long a program such as nvidia-smi may take, and how much it may print.
+ANSWER_S = 10.0
+MOST_PRINTED_BYTES = 1 << 20
+# Colours of `nvidia-smi topo` are removed where it is parsed.
+_CONTROL = re.compile(r"(?!\x1b\[[0-9;]*m)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 # A switch is on unless it is set to one of _OFF; two others have their own rule in `debug_switches`.
 _OFF = ("", "0", "off", "false", "no", "none")
@@ -190,16 +196,22 @@ def _revision() -> str | None:
     return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
+# Programs that did not answer in time once: a probe asks some of them several times, and must end.
+_silent: set[str] = set()
+
+
 def _output(*command: str) -> str | None:
-    """Standard output of a short command, or None if it is missing, slow or fails."""
-    if shutil.which(command[0]) is None:
+    """Standard output of a short command, or None if it is missing, slow, fails or prints too much. Control characters
+    other than colours are replaced: what a driver prints ends on a terminal and in records."""
+    if command[0] in _silent or shutil.which(command[0]) is None:
         return None  # Much cheaper than a process that fails to start.
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=quiet, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    printed = processes.printed_by(command, quiet, ANSWER_S, MOST_PRINTED_BYTES)
+    if printed is None:
+        _silent.add(command[0])
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    code, content = printed
+    return _CONTROL.sub("\ufffd", content.decode(errors="replace")).strip() if code == 0 else None
 
 
 def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
@@ -290,7 +302,7 @@ def visible(uuids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     chosen: list[str] = []
     for entry in (part.strip() for part in selection.split(",")):
         matches = [entry] if entry.startswith("MIG-") else [u for u in uuids if entry and u.startswith(entry)]
-        if entry.isdecimal():
+        if re.fullmatch(r"[0-9]{1,9}", entry):
             matches = list(uuids[int(entry) : int(entry) + 1])
         if len(matches) != 1 or matches[0] in chosen:
             break

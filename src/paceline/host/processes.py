@@ -1,17 +1,22 @@
-"""Processes: whether one runs, how it ended, and ending it together with its parent or children."""
+"""Processes: whether one runs, what it prints, how it ended, and ending it together with its parent or children."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+# How often a command that prints nothing is looked at.
+LOOK_S = 0.05
 
 
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
@@ -46,6 +51,47 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def printed_by(
+    command: Sequence[str], environment: Mapping[str, str], limit_s: float, most_bytes: int
+) -> tuple[int, bytes] | None:
+    """The exit code of a command and what it prints; None if it cannot be started, takes longer or prints more.
+
+    It is read while it runs, and not after its end: what it started may keep its output open for ever. Everything that
+    it started is killed at the end.
+    """
+    deadline, content = time.monotonic() + limit_s, b""
+    try:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+    assert child.stdout is not None
+    try:
+        while (left_s := deadline - time.monotonic()) > 0 and len(content) <= most_bytes:
+            has_ended = child.poll() is not None
+            if select.select([child.stdout], [], [], 0 if has_ended else min(left_s, LOOK_S))[0]:
+                piece = os.read(child.stdout.fileno(), 1 << 16)
+                content += piece
+                if piece:
+                    continue
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(left_s), content
+            elif has_ended:
+                return child.returncode, content
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
 
 
 GRACE_S = 5.0

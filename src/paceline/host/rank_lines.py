@@ -1,4 +1,4 @@
-"""Lines of several ranks in one log: written with the rank in front, and attributed to a rank when they are read."""
+"""Lines of several ranks in one log: split, written with the rank in front, attributed to a rank when they are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,41 @@ from typing import Any, TextIO
 
 # A line that never ends (a progress bar) is passed on in pieces of this length.
 LONGEST_PIECE = 8192
+# A line of a stream that anybody may have written is cut at this length: one of a gigabyte must not fill the memory.
+LONGEST_LINE = 1 << 18
 _OURS = re.compile(r"\[rank (\d{1,7})\] ")
 # torch begins its own messages like this.
 _TORCHS = re.compile(r"\[rank(\d{1,7})\]:")
 # NCCL begins its messages with host, process and thread; torch's profiler with a word, the time, process and thread.
 _NATIVE = re.compile(r"[\w.-]+:(?:[\d-]{10} [\d:]{8} )?(\d{1,10}):\d{1,10} ")
+
+
+class LineSplitter:
+    """Whole lines of a stream that arrives in pieces. Lines above LONGEST_LINE are cut, always at the same bytes: a
+    stream that is read again has the same lines.
+
+    >>> splitter = LineSplitter()
+    >>> splitter.add(b"one\\ntw"), splitter.add(b"o\\n"), splitter.rest
+    ([b'one'], [b'two'], b'')
+    """
+
+    def __init__(self) -> None:
+        self.rest = b""
+
+    def add(self, piece: bytes) -> list[bytes]:
+        """Take a piece and return the lines that it completes."""
+        *lines, rest = (self.rest + piece).split(b"\n")
+        *cut, self.rest = _cut(rest)
+        return [part for line in lines for part in _cut(line)] + cut
+
+    def last(self) -> list[bytes]:
+        """The line that the stream ended in, if it did not end with a line feed."""
+        rest, self.rest = self.rest, b""
+        return [rest] if rest else []
+
+
+def _cut(line: bytes) -> list[bytes]:
+    return [line[i : i + LONGEST_LINE] for i in range(0, len(line), LONGEST_LINE)] or [line]
 
 
 def with_rank(rank: int, line: str) -> str:

@@ -14,6 +14,7 @@ INTERNAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "t
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NIC_NAME = re.compile(r"^\s*(NIC\d+)\s*:\s*(\S+)\s*$", re.MULTILINE)
 _GPU_NAME = re.compile(r"GPU\d+")
+_NUMBER = re.compile(r"[0-9]{1,6}")
 _RATE = re.compile(r"[\d.]+(?= Gb/sec)")
 
 
@@ -85,7 +86,9 @@ def parse_matrix(text: str, visible: Sequence[int]) -> tuple[tuple[str, ...], di
     paths = {gpu: " ".join(rows[name][column] for column in order) for gpu, name in ours.items()}
     # After the paths: CPUs, NUMA node, and in newer drivers the GPU's own NUMA node. Older ones list CPUs only.
     rest = {gpu: rows[name][len(columns) :] for gpu, name in ours.items()}
-    numa = {gpu: int(words[1]) if len(words) > 1 and words[1].isdecimal() else None for gpu, words in rest.items()}
+    numa = {
+        gpu: int(words[1]) if len(words) > 1 and _NUMBER.fullmatch(words[1]) else None for gpu, words in rest.items()
+    }
     return (*ours, *(names.get(name, name) for name in nics)), paths, numa
 
 

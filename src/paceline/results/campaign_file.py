@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,10 +23,12 @@ from paceline.errors import PacelineError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import STAGED_SCENARIOS
 from paceline.experiment.spec import RunSpec
+from paceline.host.files import open_regular
 from paceline.host.trust import Trust, usage_checks
 from paceline.host.usage import HostUsage
 from paceline.results import safe_text, store
 from paceline.results.records import Status
+from paceline.results.validity import rule_of, usage_rule
 
 PLAN = "campaign.json"
 # A process on another host cannot be checked: after this long without progress it does not count as running.
@@ -103,10 +105,12 @@ def read_plan(experiment: Path) -> Plan | None:
     """The plan; None if there is none or it cannot be read, because the run directories suffice."""
     try:
         raw = store.read_json(experiment / PLAN)
-        runs = tuple(PlannedRun(**run) for run in raw["runs"])
-        return Plan(runs=runs, host=raw["host"], pid=int(raw["pid"]), began_at=float(raw["began_at"]))
-    except (PacelineError, KeyError, TypeError, ValueError):
+    except PacelineError:
         return None
+    plan: dict[str, Any] = {field.name: raw.get(field.name) for field in fields(Plan)}
+    if not rule_of(Plan).fits([plan]):
+        return None
+    return Plan(**{**plan, "runs": tuple(PlannedRun(**run) for run in plan["runs"])})
 
 
 # --- the current run ---
@@ -174,8 +178,7 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         return None
     behind = min(positions, key=lambda p: p.rank if spec.serving else (p.step, p.beat))
     recent = _recent_steps(run_dir / "samples-0.jsonl")
-    durations = [step.get("duration_s") for step in recent]
-    seconds = [float(value) for value in durations if isinstance(value, int | float) and math.isfinite(value)]
+    seconds = [value for step in recent if (value := finite(step.get("duration_s"))) is not None]
     losses = [p.loss for p in positions if p.rank == 0 and math.isfinite(p.loss)]
     return Pulse(
         spec=spec,
@@ -193,15 +196,23 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
     )
 
 
+def finite(value: object) -> float | None:
+    """A finite number, else None: files of ranks may hold anything, also an integer that no float can hold."""
+    try:
+        return float(value) if type(value) in (int, float) and math.isfinite(value) else None  # type: ignore[arg-type]
+    except OverflowError:
+        return None
+
+
 def _recent_trust(run_dir: Path, spec: RunSpec) -> Trust | None:
     """The trust light over the last readings of the first host that wrote any."""
     first = run_dir / "samples-gauges-0.jsonl"
     # Rank 0 is usually the first of its host; a search in thousands of files takes longer than reading one.
     for path in [first] if first.exists() else sorted(run_dir.glob("samples-gauges-*[0-9].jsonl"))[:1]:
         found = [
-            HostUsage.from_dict(row["usage"])
+            HostUsage.from_dict(safe_text.value(row["usage"]))
             for row in _last_lines(path, GAUGES_TAIL_BYTES)
-            if isinstance(row.get("usage"), dict)
+            if isinstance(row.get("usage"), dict) and usage_rule().fits([row["usage"]])
         ]
         if len(found) > 1:
             elsewhere = spec.engine is not None and not spec.starts_servers
@@ -217,7 +228,7 @@ def _recent_steps(path: Path) -> list[Mapping[str, Any]]:
 def _last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[Mapping[str, Any]]:
     """The last few samples of a file that is being written; incomplete lines are ignored."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             begin = file.seek(max(0, size - most_bytes))
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]

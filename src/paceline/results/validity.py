@@ -142,7 +142,7 @@ def rule_of(kind: type) -> Rule:
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
     rules = {field.name: _rule(hints[field.name], field.name) for field in fields}
     if "usage" in rules:
-        rules["usage"] = some_of(HostUsage).or_null()
+        rules["usage"] = usage_rule().or_null()
     missing = dataclasses.MISSING
     needed = {field.name for field in fields if field.default is missing and field.default_factory is missing}
     return Rule(frozenset({dict}), fields=rules, needed=frozenset(needed), is_open=False)
@@ -183,6 +183,14 @@ def some_of(kind: type) -> Rule:
     """The rule of a JSON object that may have fields of a dataclass, each null or as declared, and others."""
     rules = {name: rule.or_null() for name, rule in (rule_of(kind).fields or {}).items()}
     return Rule(frozenset({dict}), fields=rules)
+
+
+@cache
+def usage_rule() -> Rule:
+    """A reading of `HostUsage`. Versions of Paceline differ in its counters, but all of them have its time."""
+    rule = some_of(HostUsage)
+    at_s = _rule(float, "at_s")
+    return dataclasses.replace(rule, fields={**(rule.fields or {}), "at_s": at_s}, needed=frozenset({"at_s"}))
 
 
 @cache

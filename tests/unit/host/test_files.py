@@ -48,3 +48,14 @@ def test_a_device_or_a_pipe_is_no_document(tmp_path: Path) -> None:
             files.document_of(path)
         with pytest.raises(RequestError, match=r"zero\.config: got .*not a regular file"):
             zero.inline({"config": str(path)})
+
+
+def test_a_long_log_is_read_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may print gigabytes: the controller reads why a run failed without the memory for it."""
+    monkeypatch.setattr(files, "LOG_BEGIN_BYTES", 4)
+    monkeypatch.setattr(files, "LOG_END_BYTES", 3)
+    path = tmp_path / "log.txt"
+    assert files.log_text(path) == ""
+    for text, expected in (("1234567", "1234567"), ("12345678", "1234\n678"), ("12", "12")):
+        path.write_text(text)
+        assert files.log_text(path) == expected

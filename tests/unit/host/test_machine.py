@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from paceline.host import machine
@@ -340,3 +343,65 @@ def test_a_fingerprint_differs_exactly_where_the_machines_do() -> None:
         "versions.numpy": (None, "2"),
     }
     assert machine.fingerprint_diff(a, json.loads(json.dumps(a))) == {}
+
+
+# --- programs of the host that misbehave ---
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Write an nvidia-smi that comes first on the path."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "_silent", set())
+
+    def write(script: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    return write
+
+
+def test_what_a_driver_prints_cannot_move_the_cursor_or_end_a_probe(smi: Callable[[str], None]) -> None:
+    smi(r"printf 'UUID: GPU-1a\377\033]0;owned\007 \033[4mGPU0\033[0m\n'")
+    assert machine._output("nvidia-smi") == "UUID: GPU-1a\ufffd\ufffd]0;owned\ufffd \x1b[4mGPU0\x1b[0m"
+    assert machine.host_uuids(None) == ["GPU-1a"]
+
+
+def test_a_program_whose_child_keeps_the_output_open_is_not_waited_for(smi: Callable[[str], None]) -> None:
+    smi("sleep 60 & echo UUID: GPU-1")
+    assert machine.host_uuids(None) == ["GPU-1"]
+
+
+def test_a_program_that_prints_without_end_is_ended_and_not_asked_again(
+    smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "MOST_PRINTED_BYTES", 1 << 16)
+    smi("yes")
+    assert machine.host_uuids(None) == []
+    smi("echo UUID: GPU-1")
+    assert machine.host_uuids(None) == [], "one that hangs would take its time at every question"
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(
+    smi: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "ANSWER_S", 0.5)
+    smi(f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+    assert machine._output("nvidia-smi") is None
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(child)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_visible_device_of_thousands_of_digits_is_none() -> None:
+    assert machine.visible(["GPU-1"], {"CUDA_VISIBLE_DEVICES": "9" * 5000}) == []

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from paceline.host import rank_lines
-from paceline.host.rank_lines import RankStream, marked_output, split_rank
+from paceline.host.rank_lines import LineSplitter, RankStream, marked_output, split_rank
 
 
 def test_every_line_begins_with_its_rank_however_it_was_written() -> None:
@@ -69,3 +69,14 @@ def test_output_is_marked_inside_the_block_only(capsys: pytest.CaptureFixture[st
 )
 def test_lines_are_attributed_by_mark_or_process(line: str, rank: int | None) -> None:
     assert split_rank(line, {4711: 1})[0] == rank
+
+
+def test_a_line_of_any_length_is_cut_at_the_same_bytes_however_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_lines, "LONGEST_LINE", 4)
+    text = b"one\n" + b"x" * 11 + b"\n\nlast1"
+    for size in range(1, len(text)):
+        splitter = LineSplitter()
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        lines = [line for piece in pieces for line in splitter.add(piece)]
+        assert [*lines, *splitter.last()] == [b"one", b"xxxx", b"xxxx", b"xxx", b"", b"last", b"1"]
+        assert splitter.last() == []

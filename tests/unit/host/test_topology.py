@@ -249,3 +249,8 @@ def test_one_line_about_a_host(root: Path) -> None:
         "GPUs by NVLink 4 x18: NV18 (28 pairs); NICs: mlx5_0:1, InfiniBand 400 Gb/s; 1 NUMA node"
     )
     assert links.summary({"host": "a", "gpus": []}) == ""
+
+
+def test_a_numa_node_of_thousands_of_digits_is_unknown() -> None:
+    text = f"GPU0 CPU Affinity\nGPU0 X 0-51 {'9' * 5000}"
+    assert parse_matrix(text, (0,)) == (("GPU0",), {"GPU0": "X"}, {"GPU0": None})

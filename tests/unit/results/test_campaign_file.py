@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -420,3 +421,28 @@ def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(
     assert "x2" in text
     assert "412" in text
     assert "662" in text
+
+
+@pytest.mark.parametrize(
+    "usage", [{}, {"at_s": "x"}, {"at_s": 1.0, "total_s": [1]}, {"at_s": 10**400}, {"at_s": 1.0, "cores": 1e999}]
+)
+def test_readings_that_no_host_can_send_have_no_trust_light(tmp_path: Path, make_spec: Make, usage: Any) -> None:
+    run_dir = store.create(tmp_path, make_spec())
+    store.ProgressFile(run_dir, 0).mark(1, "forward")
+    (run_dir / "samples-gauges-0.jsonl").write_text(f"{json.dumps({'usage': usage})}\n" * 3)
+    pulse = campaign_file.read_pulse(run_dir, make_spec(), store.read_progress(run_dir))
+    assert pulse is not None
+    assert pulse.trust is None or pulse.trust.level == "unknown"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": -1}, {"pid": 1e999}, {"pid": "1"}, {"runs": [{}]}, {"runs": 5}, {"host": [1]}, {"began_at": 10**30}],
+)
+def test_a_plan_that_nobody_wrote_is_none(tmp_path: Path, make_spec: Make, change: dict[str, Any]) -> None:
+    campaign_file.write_plan(tmp_path, [make_spec()])
+    plan = tmp_path / campaign_file.PLAN
+    assert campaign_file.read_plan(tmp_path) is not None
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | change))
+    assert campaign_file.read_plan(tmp_path) is None
+    assert not campaign_file.read_view(tmp_path).running

@@ -6,13 +6,15 @@ Every launcher brings the output of all nodes into log.txt of the run directory,
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.errors import PacelineError, RequestError, require
-from paceline.host.rank_lines import split_rank, with_rank
+from paceline.host.files import open_regular
+from paceline.host.rank_lines import LineSplitter, split_rank, with_rank
 from paceline.results import campaign_file, safe_text, store
 from paceline.results.attempts import RESTARTS
 
@@ -29,7 +31,7 @@ class GrowingFile:
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """last_bytes: skip what the file has before its last bytes now."""
-        self._path, self._offset, self._inode, self._rest = path, 0, 0, b""
+        self._path, self._offset, self._inode, self._lines = path, 0, 0, LineSplitter()
         self._cut = False
         with contextlib.suppress(FileNotFoundError):
             state = path.stat()
@@ -38,20 +40,19 @@ class GrowingFile:
 
     def take(self, is_last: bool) -> Iterator[str]:
         """Yield the lines that were added. The last one may be incomplete."""
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            state = self._path.stat()
+        with contextlib.suppress(FileNotFoundError), open_regular(self._path) as file:
+            state = os.fstat(file.fileno())
             if state.st_ino != self._inode or state.st_size < self._offset:
-                self._inode, self._offset, self._rest, self._cut = state.st_ino, 0, b"", False
+                self._inode, self._offset, self._lines, self._cut = state.st_ino, 0, LineSplitter(), False
             file.seek(self._offset)
             while piece := file.read(PIECE):
                 self._offset += len(piece)
-                *lines, self._rest = (self._rest + piece).split(b"\n")
+                lines = self._lines.add(piece)
                 if self._cut and lines:
                     lines, self._cut = lines[1:], False  # the first line is incomplete
                 yield from (line.decode(errors="replace") for line in lines)
-        if is_last and self._rest:
-            yield self._rest.decode(errors="replace")
-            self._rest = b""
+        if is_last:
+            yield from (line.decode(errors="replace") for line in self._lines.last())
 
 
 def check(run_dir: Path, rank: int | None) -> None:

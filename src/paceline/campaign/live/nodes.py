@@ -8,7 +8,6 @@ costs little: only what was added since the last look is read.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import threading
@@ -25,7 +24,7 @@ from paceline.errors import PacelineError
 from paceline.experiment.spec import RunSpec
 from paceline.host.gauges import HEAT_REASONS
 from paceline.results import campaign_file, safe_text, store
-from paceline.results.campaign_file import CampaignView, Pulse
+from paceline.results.campaign_file import CampaignView, Pulse, finite
 
 GAUGE_FILE = re.compile(r"samples-gauges-(0|[1-9][0-9]{0,6})\.jsonl")
 # The end of a file of gauges that is read first: at least one reading of a host with 16 GPUs.
@@ -33,6 +32,8 @@ TAIL_BYTES = 1 << 15
 LONGEST_NAME = 100
 MOST_GPUS = 256
 MOST_REASONS = 16
+# Trackers count steps in 63 bits.
+MOST_STEPS = 1 << 63
 # How often the state of the campaign is read: which runs ended, which one runs.
 VIEW_S = 3.0
 # It takes at most one part in this many of the time: a run of 4,096 ranks has many files.
@@ -118,11 +119,6 @@ class Look:
     ranks: int
 
 
-def _number(value: object) -> float | None:
-    """A finite number, else None: files of ranks may hold anything."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 class _NodeFile:
     """The file of gauges of one host."""
 
@@ -168,8 +164,8 @@ class _NodeFile:
         )
 
     def _take_host(self, row: Mapping[str, Any]) -> None:
-        self._host = {name: _number(row.get(name)) for name in ("cpu_ratio", "memory_used_bytes")}
-        at_s, received, sent = (_number(row.get(name)) for name in ("at_s", "received_bytes", "sent_bytes"))
+        self._host = {name: finite(row.get(name)) for name in ("cpu_ratio", "memory_used_bytes")}
+        at_s, received, sent = (finite(row.get(name)) for name in ("at_s", "received_bytes", "sent_bytes"))
         if at_s is None or received is None or sent is None:
             return
         if self._traffic is not None and at_s > self._traffic[0]:
@@ -185,7 +181,7 @@ def _gpu(row: Mapping[str, Any]) -> GpuReading:
     names = (
         tuple(safe_text.text(str(r)[:LONGEST_NAME]) for r in reasons[:MOST_REASONS]) if type(reasons) is list else None
     )
-    numbers = {name: _number(row.get(name)) for name in GpuReading.__slots__ if name != "throttle_reasons"}
+    numbers = {name: finite(row.get(name)) for name in GpuReading.__slots__ if name != "throttle_reasons"}
     return GpuReading(**numbers, throttle_reasons=names)
 
 
@@ -242,11 +238,11 @@ class RunWatch:
         for line in self._samples.take(is_last=False):
             try:
                 row = json.loads(line)
-                step, duration = row["step"], _number(row["duration_s"])
+                step, duration = row["step"], finite(row["duration_s"])
             except (ValueError, RecursionError, KeyError, TypeError):
                 continue
-            if row.get("kind") == "step" and isinstance(step, int) and duration is not None:
-                yield Step(step, duration, _number(row.get("loss")))
+            if row.get("kind") == "step" and type(step) is int and 0 <= step < MOST_STEPS and duration is not None:
+                yield Step(step, duration, finite(row.get("loss")))
 
 
 # --- stragglers ---

@@ -23,6 +23,7 @@ from paceline.contract import Job, JobState, Launcher
 from paceline.errors import LaunchError, StoreError, StrayJobError
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
+from paceline.host.files import log_text
 from paceline.host.processes import how_it_ended
 from paceline.launchers.node import placement
 from paceline.results import attempts, store
@@ -72,11 +73,7 @@ class RankReports:
 
     @classmethod
     def read(cls, run_dir: Path) -> RankReports:
-        path = run_dir / "log.txt"
-        return cls(
-            store.reported_outcomes(run_dir),
-            path.read_text(errors="replace", encoding="utf-8") if path.exists() else "",
-        )
+        return cls(store.reported_outcomes(run_dir), log_text(run_dir / "log.txt"))
 
     @property
     def failures(self) -> list[Outcome]:

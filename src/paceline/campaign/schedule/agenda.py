@@ -30,7 +30,9 @@ from typing import Any
 
 from paceline.campaign.schedule.cron import Cron, moment
 from paceline.errors import RequestError, StoreError, did_you_mean, require
+from paceline.host.files import document_of
 from paceline.results import safe_text, store
+from paceline.results.validity import rule_of
 
 FOLDER = "schedules"
 DEFINITION, HISTORY, LOCK, LOG = "schedule.json", "history.jsonl", ".lock", "log.txt"
@@ -94,6 +96,8 @@ class Schedule:
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             given = {key: value for key, value in raw.items() if key in known}
+            if problem := rule_of(Schedule).problem(given):
+                raise StoreError(f"is not a schedule ({problem})")
             return cls(**given | {"cron": Cron(**raw["cron"]), "settings": tuple(raw["settings"])})
         except (RequestError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(f"is not a schedule ({error})") from None
@@ -213,7 +217,7 @@ def occasions(out: Path, name: str) -> list[Occasion]:
     by_id: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
     with contextlib.suppress(OSError):
-        lines = (folder_of(out, name) / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = document_of(folder_of(out, name) / HISTORY).decode(errors="replace").splitlines()
     for line in lines:
         event = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -236,9 +240,7 @@ def occasions(out: Path, name: str) -> list[Occasion]:
     for number, about in enumerate(reversed(unended)):
         if number or not is_at_work(out, name):
             about["outcome"] = "interrupted"
-    complete = (about for about in by_id.values() if isinstance(about.get("began_at"), int | float))
-    known = {f.name for f in dataclasses.fields(Occasion)}
-    return [Occasion(**{k: v for k, v in about.items() if k in known}) for about in complete]
+    return [Occasion(**about) for about in by_id.values() if rule_of(Occasion).fits([about])]
 
 
 def due_time(schedule: Schedule, past: Sequence[Occasion], now: datetime, within: timedelta) -> datetime | None:

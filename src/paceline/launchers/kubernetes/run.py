@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.contract import JobState
 from paceline.errors import LaunchError, StoreError
+from paceline.host.rank_lines import LineSplitter
 from paceline.launchers.kubernetes import states
 from paceline.launchers.kubernetes.client import AlreadyExists, Cluster, LogNotReady, NotFound, Object, Unavailable
 from paceline.launchers.kubernetes.manifests import (
@@ -117,15 +118,14 @@ class Logs:
         return ended
 
     def read(self, pod: str, follow: bool) -> None:
-        rest, count = b"", 0
+        splitter, count = LineSplitter(), 0
         for chunk in self._cluster.log(pod, CONTAINER, follow):
-            *lines, rest = (rest + chunk).split(b"\n")
-            count = self._write(pod, lines, count)
+            count = self._write(pod, splitter.add(chunk), count)
             if self._stop.is_set():
                 return
         # The rest of a followed stream may be half a line; that of an ended pod is its last line.
-        if rest and not follow:
-            self._write(pod, [rest], count)
+        if not follow:
+            self._write(pod, splitter.last(), count)
 
     def _write(self, pod: str, lines: list[bytes], count: int) -> int:
         """Write the new lines of a chunk. count: lines that this reading has seen before it. Returns the new count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.host.files import log_text
 from paceline.launchers._job import awaited_ranks, have_ended, job_name
 from paceline.launchers.slurm import script as batch_script
 from paceline.launchers.slurm import states
@@ -191,7 +193,7 @@ def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
 def _exit_words(run_dir: str) -> list[str] | None:
     path = Path(run_dir) / batch_script.EXIT
     words = path.read_text().split() if path.is_file() else []
-    return words if len(words) == 2 and all(word.isdigit() for word in words) else None
+    return words if len(words) == 2 and all(re.fullmatch(r"[0-9]{1,18}", word) for word in words) else None
 
 
 def _remembered(handle: Mapping[str, Any]) -> Seen | None:
@@ -287,8 +289,7 @@ def _state(handle: Mapping[str, Any], seen: Seen | None) -> JobState:
         reason = f"Slurm job {job_id} {meaning.text} ({seen.state})"
         return JobState(running=False, exit_code=seen.exit_code, status=meaning.status, reason=reason)
     run_dir = Path(handle["run_dir"])
-    log = run_dir / "log.txt"
-    text = log.read_text(errors="replace", encoding="utf-8") if seen.exit_code and log.is_file() else ""
+    text = log_text(run_dir / "log.txt") if seen.exit_code else ""
     # Lines of srun only repeat the exit code.
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("srun: ", BEGIN))]
     has_started = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.host.rank_lines import LineSplitter
 from paceline.launchers.node import log_transport
 from paceline.launchers.slurm import states
 from paceline.launchers.slurm.script import batch_output, node_output
@@ -41,7 +42,7 @@ class OutputFiles:
     def _begin(self) -> None:
         self._receiver = log_transport.Receiver(self._run_dir)
         self._taken = dict.fromkeys((*range(self._nodes), _BATCH), 0)
-        self._rest = dict.fromkeys(self._taken, b"")
+        self._lines = {node: LineSplitter() for node in self._taken}
         if not self._is_complete:
             (self._run_dir / "log.txt").write_bytes(b"")
 
@@ -126,9 +127,8 @@ class OutputFiles:
 
     def _feed(self, node: int, data: bytes) -> None:
         self._taken[node] += len(data)
-        *lines, self._rest[node] = (self._rest[node] + data).split(b"\n")
         with (self._run_dir / "log.txt").open("a", encoding="utf-8") as log:
-            for line in lines:
+            for line in self._lines[node].add(data):
                 printed = self._receiver.feed(line.decode(errors="replace"))
                 if printed is not None:
                     log.write(printed + "\n")

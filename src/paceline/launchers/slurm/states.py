@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.host.files import log_text
 from paceline.launchers._job import is_past_setup, ranks_of, reported_failure
 from paceline.launchers.slurm.script import BEGIN, Options
 from paceline.results import store
@@ -147,7 +148,8 @@ def look_up(job_id: str) -> Seen | None:
     """Return what slurmctld, or else the accounting, knows of a job; None if both have forgotten it."""
     widths = ",".join(f"{name}:{width}" for name, width in _WIDTHS.items())
     done = call("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--Format={widths}")
-    line = next((line for line in done.stdout.splitlines() if line.strip()), None)
+    # A site may have squeue print other lines, too.
+    line = next((line for line in done.stdout.splitlines() if line.split()[:1] == [job_id]), None)
     if line is not None:
         values, begin = {}, 0
         for name, width in _WIDTHS.items():
@@ -155,8 +157,8 @@ def look_up(job_id: str) -> Seen | None:
             begin += width
         return Seen(
             state=values["State"],
-            exit_code=_exit_code(int(values["exit_code"] or 0)),
-            restarts=int(values["RestartCnt"] or 0),
+            exit_code=_exit_code(_number(values["exit_code"])),
+            restarts=_number(values["RestartCnt"]),
             reason=values["Reason"],
             nodes=values["NodeList"],
         )
@@ -169,8 +171,13 @@ def look_up(job_id: str) -> Seen | None:
         for identity, state, exit_code in rows:
             if identity == job_id:
                 status, _, signal = exit_code.partition(":")
-                return Seen(state=state, exit_code=128 + int(signal) if signal not in ("", "0") else int(status or 0))
+                return Seen(state=state, exit_code=128 + _number(signal) if _number(signal) else _number(status))
     return None
+
+
+def _number(text: str) -> int:
+    """A number that Slurm prints, 0 if it prints something else."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
 
 def _exit_code(wait_status: int) -> int:
@@ -184,7 +191,7 @@ def named(name: str) -> list[str]:
     done = call("squeue", "--noheader", "--me", f"--name={name}", "--Format=JobID:24")
     if done.returncode:
         raise Unavailable(last_error(done))
-    return sorted(done.stdout.split(), key=int, reverse=True)
+    return sorted(re.findall(r"^\s*([0-9]{1,18})\s*$", done.stdout, re.MULTILINE), key=int, reverse=True)
 
 
 def hosts(nodes: str) -> Sequence[str]:
@@ -238,7 +245,7 @@ def certain_refusal(done: subprocess.CompletedProcess[str], chosen: Options) -> 
 _NODES = re.compile(rf"^{BEGIN}(\S+)$", re.MULTILINE)
 # There is one task per node, numbered as the nodes are. srun reports tasks that ended alike in one line. An incomplete
 # line of a rank may precede it.
-_TASKS = re.compile(r"\bsrun: error: \S+: tasks? ([\d,-]+): ")
+_TASKS = re.compile(r"\bsrun: error: \S{1,253}: tasks? ([0-9]{1,7}(?:[,-][0-9]{1,7})*): ")
 _NODE = re.compile(r"\bsrun: error: Node failure on (\S+)")
 
 
@@ -260,8 +267,7 @@ def read_losses(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]
     spared. hosts: expands Slurm's node list.
     """
     run_dir, ranks = Path(handle["run_dir"]), int(handle["ranks"])
-    log = run_dir / "log.txt"
-    text = log.read_text(errors="replace", encoding="utf-8") if log.is_file() else ""
+    text = log_text(run_dir / "log.txt")
     starts = list(_NODES.finditer(text))
     if not starts:
         return Losses()
@@ -271,7 +277,8 @@ def read_losses(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]
     for part in filter(None, ",".join(_TASKS.findall(text)).split(",")):
         # srun writes `1,3-5`.
         first, _, last = part.partition("-")
-        ended |= set(range(int(first), int(last or first) + 1))
+        # A rank may print such a line, with any numbers.
+        ended |= set(range(int(first), min(int((last or first).partition("-")[0]) + 1, int(handle["nodes"]))))
     names = set(_NODE.findall(text))
     vanished = {node for node, name in enumerate(hosts(starts[-1][1]) if names else ()) if name in names}
     succeeded = {outcome.rank for outcome in store.sound_outcomes(run_dir) if outcome.status is Status.OK}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline.contract import JobState
 from paceline.host.processes import end_with_parent
+from paceline.host.rank_lines import LineSplitter
 from paceline.launchers._job import awaited_ranks, have_ended, is_past_setup, ranks_of, reported_failure
 from paceline.launchers.node import agent, log_transport
 from paceline.results.records import Status
@@ -38,7 +39,7 @@ class Lines:
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
-        self.descriptor, self._rest = descriptor, b""
+        self.descriptor, self._lines = descriptor, LineSplitter()
         self.is_at_end = False
 
     def take(self) -> list[str] | None:
@@ -49,10 +50,10 @@ class Lines:
             piece = os.read(self.descriptor, PIECE)
         except BlockingIOError:
             return None
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        lines = self._lines.add(piece)
         if not piece:
             self.is_at_end = True
-            lines, self._rest = [*lines, *filter(None, [self._rest])], b""
+            lines += self._lines.last()
         return [line.decode(errors="replace") for line in lines]
 
 

@@ -151,13 +151,15 @@ def escape(value: str) -> str:
     marked = re.sub(r"([\\|*`~])", r"\\\1", one_line)
     # Underscores inside a word are plain in GitHub's dialect, and names of metrics stay readable so.
     marked = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", marked)
-    return _uncalled(marked.replace("](", "]\\("))
+    # `](` would end a link, `]:` at the beginning of a line would define one and vanish.
+    return _uncalled(re.sub(r"\](?=[(:])", r"]\\", marked))
 
 
 def _uncalled(value: str) -> str:
-    """Keep GitHub from notifying @names and from linking addresses: a comment inside prevents both."""
-    unlinked = re.sub(r"(?i)\b(https?:|ftp:|www)(?=//|\.)", r"\1<!-- -->", value)
-    return re.sub(r"@(?=\w)", "@<!-- -->", unlinked)
+    """Keep GitHub from notifying @names, linking addresses and closing issues (`fixes #1`): a comment inside prevents
+    all of it."""
+    unlinked = re.sub(r"(?i)(https?:|ftp:|www)(?=//|\.)", r"\1<!-- -->", value)
+    return re.sub(r"(?i)(@(?=\w)|#(?=\d)|\bgh-(?=\d))", r"\1<!-- -->", unlinked)
 
 
 def _block(value: str) -> str:

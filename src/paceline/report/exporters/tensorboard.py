@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = "tensorboard"
 LIVE_FOLDER = "tensorboard-live"
+LONGEST_NAME_BYTES = 200
 
 
 def check(directory: Path) -> None:
@@ -99,8 +101,17 @@ class TensorboardStream:
 
 
 def safe_name(text: str) -> str:
-    """TensorBoard names a run by its folder; a path of several parts would make a tree of runs."""
-    return re.sub(r"[^\w.,:=() -]", "_", text)
+    """TensorBoard names a run by its folder; a path of several parts would make a tree of runs. A file system takes 255
+    bytes: of a longer name the beginning and the end are kept, which differ, and a digest.
+
+    >>> safe_name("ddp ../x"), len(safe_name("x" * 300))
+    ('ddp .._x', 197)
+    """
+    name = re.sub(r"[^\w.,:=() -]", "_", text)
+    if len(name.encode()) <= LONGEST_NAME_BYTES:
+        return name
+    begin, end = name.encode()[:120].decode(errors="ignore"), name.encode()[-60:].decode(errors="ignore")
+    return f"{begin}_{hashlib.sha256(name.encode()).hexdigest()[:15]}_{end}"
 
 
 def _scalar(name: str, value: float) -> Summary:

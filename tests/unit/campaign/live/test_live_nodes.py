@@ -134,7 +134,22 @@ def test_a_slow_clock_is_named_among_busy_peers() -> None:
     assert list(nodes.suspects([node(1.9e9, 1.9e9, 1.8e9)])) == []
 
 
-def test_numbers_are_json(run_dir: Path) -> None:
-    assert nodes._number(json.loads("1e400")) is None
-    assert nodes._number(True) == 1.0
-    assert nodes._number("1") is None
+@pytest.mark.parametrize("number", [10**400, True, "1", [1], float("nan"), float("inf"), -(10**309)])
+def test_numbers_that_no_gauge_can_have_are_not_known(run_dir: Path, number: Any) -> None:
+    store.ProgressFile(run_dir, 0).mark(1, "forward")
+    row = {"kind": "gauge", "host": "a", "cpu_ratio": number, "at_s": number, "received_bytes": number, "sent_bytes": 1}
+    gpu = {"kind": "gauge", "host": "a", "device": 0, "power_w": number, "throttle_reasons": number}
+    (run_dir / "samples-gauges-0.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(gpu)}\n")
+    steps = [
+        {"kind": "step", "step": number, "duration_s": 1.0},
+        {"kind": "step", "step": 2**63, "duration_s": 1.0},
+        {"kind": "step", "step": -1, "duration_s": 1.0},
+        {"kind": "step", "step": 3, "duration_s": number},
+        {"kind": "step", "step": 4, "duration_s": 0.5, "loss": number},
+    ]
+    (run_dir / "samples-0.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    look = RunWatch(run_dir, store.read_spec(run_dir)).look()
+    assert look is not None
+    assert [(step.step, step.loss) for step in look.steps] == [(4, None)]
+    assert look.pulse.step_s == pytest.approx(0.875)
+    assert (look.nodes[0].cpu_ratio, look.nodes[0].gpus[0].power_w) == (None, None)

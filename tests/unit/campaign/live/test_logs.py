@@ -15,6 +15,7 @@ import pytest
 
 from paceline import cli
 from paceline.campaign.live import logs
+from paceline.host import rank_lines
 from paceline.results import campaign_file, store
 from paceline.results.records import Status
 
@@ -148,3 +149,15 @@ def test_a_reader_that_leaves_a_silent_run_ends_the_following(run_dir: Path) -> 
         child.stdout.close()
         assert child.wait(30) == cli.OK
         assert child.stderr.read() == ""
+
+
+def test_a_log_that_is_a_pipe_or_has_a_line_of_any_length_is_read_in_pieces(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_lines, "LONGEST_LINE", 8)
+    (run_dir / "log.txt").write_text("x" * 20)
+    assert collected(run_dir)[0] == ["[job] xxxxxxxx", "[job] xxxxxxxx", "[job] xxxx"]
+    (run_dir / "log.txt").unlink()
+    os.mkfifo(run_dir / "log.txt")
+    with pytest.raises(OSError, match="not a regular file"):
+        collected(run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,15 @@ def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path) -
     assert "regression; 58 s; 12 % slower; the webhook answered 200" in text
     assert "  skipped " in text
     assert "busy" in text
+
+
+def test_a_history_that_nobody_wrote_is_left_out(tmp_path: Path) -> None:
+    folder = agenda.folder_of(tmp_path, "nightly")
+    folder.mkdir(parents=True)
+    agenda.record(tmp_path, "nightly", "began", "good", at=2e9, due_at=2e9)
+    for number, wrong in enumerate(({"at": True}, {"at": 1e300}, {"due_at": [1]}, {"due_at": 10**400}, {"at": "now"})):
+        agenda.record(tmp_path, "nightly", "began", f"bad {number}", **{"at": 2e9, "due_at": 2e9} | wrong)
+    assert [occasion.id for occasion in agenda.occasions(tmp_path, "nightly")] == ["good"]
+    (folder / agenda.HISTORY).unlink()
+    os.mkfifo(folder / agenda.HISTORY)
+    assert agenda.occasions(tmp_path, "nightly") == []

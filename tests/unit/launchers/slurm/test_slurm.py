@@ -217,8 +217,10 @@ class Answers:
         return subprocess.CompletedProcess(argv, code, out, err)
 
 
-def row(state: str, exit_code: int = 0, restarts: int = 0, reason: str = "None", nodes: str = "n[1-2]") -> str:
-    values = ("7", state, str(exit_code), str(restarts), reason, nodes)
+def row(
+    state: str, exit_code: int = 0, restarts: int = 0, reason: str = "None", nodes: str = "n[1-2]", job: str = "7"
+) -> str:
+    values = (job, state, str(exit_code), str(restarts), reason, nodes)
     return "".join(f"{v:<{w}}" for v, w in zip(values, states._WIDTHS.values(), strict=True)) + "\n"
 
 
@@ -433,11 +435,11 @@ def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch, golden: o
         (True, "", [(0, row("CANCELLED"), "")], None),
         (True, "", [FORGOTTEN], None),
         (True, "7 0\n", [FORGOTTEN], "7"),
-        (False, "", [(0, "9\n", ""), (0, row("RUNNING"), "")], "9"),
+        (False, "", [(0, "9\n", ""), (0, row("RUNNING", job="9"), "")], "9"),
         (False, "", [(0, "", "")], None),
         (False, "8 0\n", [(0, "", ""), FORGOTTEN], "8"),
         (False, "8 0", [(0, "", ""), FORGOTTEN], "8"),
-        (False, "8 0\n", [(0, "9\n", ""), (0, row("RUNNING"), "")], "9"),
+        (False, "8 0\n", [(0, "9\n", ""), (0, row("RUNNING", job="9"), "")], "9"),
     ],
 )
 def test_a_job_is_found_again_and_a_cancelled_one_is_none(
@@ -464,7 +466,7 @@ def test_nothing_is_started_anew_while_nobody_can_say_whether_it_runs(
     with pytest.raises(LaunchError) as caught:
         slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path), None)
     assert str(caught.value) == golden
-    answer(monkeypatch, squeue=[Unavailable("gone"), (0, "9\n", ""), (0, row("RUNNING"), "")])
+    answer(monkeypatch, squeue=[Unavailable("gone"), (0, "9\n", ""), (0, row("RUNNING", job="9"), "")])
     found = slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=60.0), tmp_path), None)
     assert found is not None
     assert found["job_id"] == "9"

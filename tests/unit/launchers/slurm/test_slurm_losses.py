@@ -171,3 +171,38 @@ def test_a_training_run_is_left_to_slurm(engine: Slurm, make_spec: Make, tmp_pat
     engine.state = "NODE_FAIL"
     state = slurm.poll(handle)
     assert (state.status, state.lost, engine.cancelled) == (Status.PREEMPTED, (), [])
+
+
+@pytest.mark.parametrize("tasks", ["0-9999999", "1-99999999999999", "-", "1--2", "1-2-9999999", "9" * 5000, "²"])
+def test_a_line_that_a_rank_made_up_names_no_nodes_that_are_not_there(
+    handle: dict[str, Any], run_dir: Path, tasks: str
+) -> None:
+    at(run_dir, "warmup")
+    say(run_dir, f"{BEGIN}n[9-11]", f"srun: error: n9: tasks {tasks}: Exited with exit code 1")
+    found = losses(handle)
+    assert {*found.spared, *found.fatal} <= {0, 1, 2}
+
+
+def test_what_squeue_prints_beside_its_answer_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, served: RunSpec, run_dir: Path
+) -> None:
+    values = ("7", "RUNNING", "garbage", "²", "None", "n[9-11]")
+    line = "".join(f"{v:<{w}}" for v, w in zip(values, states._WIDTHS.values(), strict=True))
+    banner = "Welcome to the cluster\n\n8 jobs of yours\n"
+    monkeypatch.setattr(
+        states, "call", lambda *argv, **_: subprocess.CompletedProcess(argv, 0, f"{banner}{line}\n", "")
+    )
+    seen = states.look_up("7")
+    assert seen is not None
+    assert (seen.state, seen.exit_code, seen.restarts, seen.nodes) == ("RUNNING", 0, 0, "n[9-11]")
+    listed = f"{banner}12  \n 7\n{'9' * 5000}\n"
+    monkeypatch.setattr(states, "call", lambda *argv, **_: subprocess.CompletedProcess(argv, 0, listed, ""))
+    assert states.named("x") == ["12", "7"]
+
+
+def test_an_exit_file_that_no_script_wrote_is_none(run_dir: Path) -> None:
+    for words in ("7 ²", f"7 {'9' * 5000}", "7", "7 -1"):
+        (run_dir / script.EXIT).write_text(words)
+        assert slurm._exit_words(str(run_dir)) is None
+    (run_dir / script.EXIT).write_text("7 143")
+    assert slurm._exit_words(str(run_dir)) == ["7", "143"]

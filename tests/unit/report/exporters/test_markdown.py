@@ -111,6 +111,7 @@ OURS = re.compile(r"</?details>|<summary>(?:[^<>]|<!-- -->)*</summary>|</?sub>|<
         "> quoted",
         "</details>",
         "back\\|slash",
+        "[quick]: //evil.example 'x'",
     ],
 )
 def test_a_name_is_never_markup(report: Report, model: str) -> None:
@@ -140,13 +141,29 @@ def test_nobody_is_called_by_a_name(report: Report) -> None:
     assert markdown.escape("Xeon @ 2 GHz") == "Xeon @ 2 GHz"
 
 
+@pytest.mark.parametrize("model", ["fixes #12", "closes owner/repo#7", "resolves GH-3"])
+def test_no_name_closes_an_issue(report: Report, model: str) -> None:
+    """GitHub acts on these words in the description of a pull request."""
+    text = markdown.text(named(report, model))
+    assert not re.search(r"(?i)#\d|gh-\d", text)
+    assert model in "".join(t.content for t in parsed(text) if t.type == "text"), "it reads as it was written"
+
+
 @pytest.mark.parametrize(
-    "model", ["https://evil.example/x", "see HTTP://a.example", "www.a.example", "![x](http://a.example/b.png)"]
+    "model",
+    [
+        "https://evil.example/x",
+        "see HTTP://a.example",
+        "www.a.example",
+        "_https://a.example",
+        "1http://a.example",
+        "![x](http://a.example/b.png)",
+    ],
 )
 def test_no_name_becomes_a_link(report: Report, model: str) -> None:
     """GitHub links these without any markup; inside code it does not."""
     text = re.sub(r"`[^`]*`", "", markdown.text(named(report, model)))
-    assert not re.search(r"(?i)\b(https?://|ftp://|www\.)", text)
+    assert not re.search(r"(?i)(https?://|ftp://|www\.)", text)
     shown = "".join(t.content for t in parsed(text) if t.type == "text")
     assert model in shown, "it reads as it was written"
 

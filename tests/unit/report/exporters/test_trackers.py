@@ -360,3 +360,12 @@ def first_run(path: Path) -> Any:
 
 def curve_key(item: Any) -> bool:
     return (item.key or ".".join(item.nested_key)) == _cells.STEP_CURVE
+
+
+def test_names_that_no_file_system_takes_are_shortened_and_stay_apart() -> None:
+    from paceline.report.exporters import tensorboard
+
+    long = [tensorboard.safe_name(f"{'x' * 300}{end}{'y' * 100}") for end in "ab"]
+    assert len(set(long)) == 2
+    assert max(len(name.encode()) for name in (*long, tensorboard.safe_name("\u00fc" * 300))) <= 200
+    assert tensorboard.safe_name("../../etc (abc)") == ".._.._etc (abc)"
