@@ -7,6 +7,7 @@ starts in the place of the rank: one process, which is the rank itself.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from paceline.contract import Job
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _job, ray
+from paceline.launchers import ray
 from paceline.launchers.ray import cancel, check, collect, offer, poll, submit
 from paceline.results import store
 from testbed import light
@@ -25,15 +26,15 @@ _OTHER = "import sys, ray; ray.__version__ = sys.argv[1]; from paceline.launcher
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
-    _job.RUNNER = "testbed.light_ray"
-    try:
-        job = ray.prepare(spec, run_dir)
-    finally:
-        _job.RUNNER = None
+    """The job of the launcher ray with another runner. Jobs are prepared in many threads, which share no variable."""
+    job = ray.prepare(spec, run_dir)
+    request = {**json.loads(job.files["request.json"]), "runner": "testbed.light_ray"}
     version = (spec.launcher.options.get("env") or {}).get("LIGHT_RAY_VERSION")
     argv = (sys.executable, "-c", _OTHER, version) if version else job.argv
     place = os.environ.get("LIGHT_RAY_NET")
-    return replace(job, argv=("nsenter", f"--net={place}", *argv) if place else argv)
+    if place:
+        argv = ("nsenter", f"--net={place}", *argv)
+    return replace(job, argv=argv, files={**job.files, "request.json": json.dumps(request)})
 
 
 def main(argv: list[str]) -> int:

@@ -150,7 +150,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         processes_per_node=topology.processes_per_node,
         each={"CPU": chosen.cpus, **({"GPU": 1} if topology.device == "cuda" else {}), **(chosen.resources or {})},
         env=_job.rank_environment(spec, chosen.threads, chosen.env),
-        runner=_job.RUNNER or "paceline.launchers.ray.actor",
+        runner="paceline.launchers.ray.actor",
         port=chosen.port,
         scratch=chosen.scratch,
         pending_s=chosen.pending_s,
