@@ -13,8 +13,9 @@ from paceline.analysis.training.certificate import certify_all
 MISTAKES = ("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group")
 # One interpreter for all: each mistake gets two forked ranks, which average their gradients through shared memory.
 TRAIN = """
-import multiprocessing, os, sys
+import atexit, gc, multiprocessing, os, sys
 import torch, torch._dynamo  # the first step of an optimizer imports it: once here, not in every rank
+gc.freeze()  # nor does every rank look through it for garbage, here or at its end
 
 mistakes = sys.argv[1].split(",")
 steps, ranks = 6, 2 * len(mistakes)
@@ -60,6 +61,8 @@ for step in range(steps):
         model[2].weight.grad = None
     optimizer.step()
     optimizer.zero_grad()
+atexit._run_exitfuncs()
+os._exit(0)
 """
 
 
