@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testbed import EXHAUSTIVE
+from testbed import EXHAUSTIVE, ONE_SUM
 from testbed.kube_api import Cluster, kueue
 from testbed.kube_api.jobs import index_of
 from testbed.kube_api.kueue import LOCAL_QUEUES
@@ -565,39 +565,63 @@ def test_ctrl_c_removes_everything_and_keeps_what_was_measured(bed: Bed, control
     until(lambda: not bed.cluster.leftovers(name), "the end of everything")
 
 
-def test_a_certified_campaign_on_two_pods_ends_with_a_report(
-    bed: Bed, experiment_file: Callable[..., Path], paceline: Any, smaller: dict[str, Any]
-) -> None:
-    """Real ranks, started by torchrun in two pods that find each other by name; a secret that must stay one."""
-    name, secret = "certified", "hf_abcdefghijklmnopqrstuvwxyz012345"
-    bed.prepare(name)
-    bed.cluster.state.create(SECRETS, name, {"metadata": {"name": "hub"}, "data": {"token": b64(secret)}})
-    launcher = {
-        "name": "kubernetes",
-        "image": "paceline",
-        "context": name,
-        "node_selector": {OWN: name},
-        "port": free_port(),
-        "secret_env": {"HF_TOKEN": {"secret": "hub", "key": "token"}},
-        "env": {"HOSTILE": "'\"; echo $(HOME) $(touch /tmp/x) #\n"},
+@pytest.fixture
+def campaign_in_pods(bed: Bed, experiment_file: Callable[..., Path], paceline: Any) -> Callable[..., Path]:
+    """A campaign of real ranks in a namespace of its name, started by torchrun in two pods that find each other by
+    name, with a secret that must stay one; the folder with its results."""
+
+    def run(name: str, matrix: dict[str, Any], **base: Any) -> Path:
+        secret = "hf_abcdefghijklmnopqrstuvwxyz012345"
+        bed.prepare(name)
+        bed.cluster.state.create(SECRETS, name, {"metadata": {"name": "hub"}, "data": {"token": b64(secret)}})
+        launcher = {
+            "name": "kubernetes",
+            "image": "paceline",
+            "context": name,
+            "node_selector": {OWN: name},
+            "port": free_port(),
+            "secret_env": {"HF_TOKEN": {"secret": "hub", "key": "token"}},
+            "env": {"HOSTILE": "'\"; echo $(HOME) $(touch /tmp/x) #\n"},
+        }
+        out = bed.folder / f"campaign-{name}"
+        out.mkdir()
+        (out / "where.yaml").write_text(yaml.safe_dump(launcher))
+        file = experiment_file(out, name, matrix, **base, nodes=2, processes=1)
+        words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
+        done = paceline(*words, env={"KUBECONFIG": str(bed.kubeconfig)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        for path in out.rglob("*"):
+            assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+        until(lambda: not bed.cluster.leftovers(name) or bed.cluster.leftovers(name) == ["Secret/hub"], "the end")
+        return out / name
+
+    return run
+
+
+def test_real_ranks_in_two_pods_meet_and_are_reported(campaign_in_pods: Callable[..., Path]) -> None:
+    folder = campaign_in_pods("summed", {"workload": [ONE_SUM]}, global_batch=2)
+    ((record,), skipped) = store.read_runs(folder)
+    assert not skipped
+    assert (record.status, record.error) == ("ok", None)
+    assert {outcome.host for outcome in record.outcomes} == {"summed-a", "summed-b"}
+    assert {(row.rank, row.operation, row.wrong) for row in record.collectives} == {
+        (r, "all_reduce", 0) for r in (0, 1)
     }
-    out = bed.folder / "campaign"
-    out.mkdir()
-    (out / "where.yaml").write_text(yaml.safe_dump(launcher))
-    file = experiment_file(out, name, {"strategy": ["ddp"]}, **smaller, nodes=2, processes=1)
-    words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
-    done = paceline(*words, env={"KUBECONFIG": str(bed.kubeconfig)})
-    assert done.returncode == 0, done.stdout + done.stderr
-    records, skipped = store.read_runs(out / name)
+    assert [run["status"] for run in json.loads((folder / "report.json").read_text())["runs"]] == ["ok"]
+
+
+@pytest.mark.exhaustive
+def test_a_certified_campaign_on_two_pods_ends_with_a_report(
+    campaign_in_pods: Callable[..., Path], smaller: dict[str, Any]
+) -> None:
+    folder = campaign_in_pods("certified", {"strategy": ["ddp"]}, **smaller)
+    records, skipped = store.read_runs(folder)
     assert not skipped
     assert {(str(r.spec.strategy), r.status) for r in records} == {("None", "ok"), ("ddp", "ok")}
     trained = next(r for r in records if r.spec.strategy is not None)
     assert {outcome.host for outcome in trained.outcomes} == {"certified-a", "certified-b"}
-    report = json.loads((out / name / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
     assert all(run["certificate"]["valid"] for run in report["runs"] if run.get("certificate"))
-    for path in out.rglob("*"):
-        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
-    until(lambda: not bed.cluster.leftovers(name) or bed.cluster.leftovers(name) == ["Secret/hub"], "the end")
 
 
 def b64(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed import ONE_SUM
 from testbed import slurm as testbed
 
 from paceline.campaign.run import controller as run
@@ -119,7 +120,25 @@ def bench(
     return Bench(cluster, tmp_path / HOSTILE, make_spec)
 
 
-def test_a_campaign_on_two_nodes_ends_with_a_report(cluster: testbed.Cluster, campaign: Callable[..., Any]) -> None:
+def test_ranks_on_two_nodes_meet_and_are_reported(cluster: testbed.Cluster, campaign: Callable[..., Any]) -> None:
+    """Real ranks, started by torchrun."""
+    launcher = {"name": "slurm", "poll_s": 0.3, "comment": HOSTILE}
+    sizes = {"nodes": 2, "processes": 1, "global_batch": 2}
+    found = campaign("on_slurm", {"workload": [ONE_SUM]}, cluster.environment, launcher=launcher, **sizes)
+    assert found.code == 0, found.stdout + found.stderr
+    (record,) = found.records
+    assert {outcome.host for outcome in record.outcomes} == {"n1", "n2"}
+    assert {(row.rank, row.operation, row.wrong) for row in record.collectives} == {
+        (r, "all_reduce", 0) for r in (0, 1)
+    }
+    assert [run["status"] for run in found.report["runs"]] == ["ok"]
+    assert cluster.jobs() == []
+
+
+@pytest.mark.exhaustive
+def test_a_campaign_on_two_nodes_ends_with_a_certified_report(
+    cluster: testbed.Cluster, campaign: Callable[..., Any]
+) -> None:
     launcher = {"name": "slurm", "poll_s": 0.3, "comment": HOSTILE}
     small = {"nodes": 2, "processes": 1, "global_batch": 2, "steps": 3}
     found = campaign("on_slurm", {"strategy": ["ddp"]}, cluster.environment, launcher=launcher, **small)
