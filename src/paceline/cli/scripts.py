@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace) -> int:
     return code if code == 0 else script_exit_code(source.parent / source.stem) or code
 
 
-REPORT_OPTIONS = ("format", "price", "train_tokens", "train_samples", "busy_hours", "baseline")
+REPORT_OPTIONS = ("format", "price", "train_tokens", "train_samples", "busy_hours", "baseline", "verbose")
 
 
 def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,20 +102,27 @@ def tensors_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple
             yield from ((f"{name}.{n}", each) for n, each in enumerate(value) if isinstance(each, torch.Tensor))
 
 
-def digest_rows(value: Tensor) -> Tensor:
-    """A digest of the rows of a batch that depends neither on their order nor on how they are split over ranks.
-
-    The result stays on the device: sums of it, modulo 2**64, are digests of larger batches.
-    """
-    import torch
-
+def copy_rows(value: Tensor) -> Tensor:
+    """The rows of a batch, of which long ones are sampled, as the script gives them to the model now."""
     rows = value.detach().reshape(value.shape[0], -1) if value.dim() > 1 else value.detach().reshape(-1, 1)
     if rows.shape[1] > MOST_ELEMENTS:
         rows = rows[:, :: rows.shape[1] // MOST_ELEMENTS + 1]
+    return rows.clone()
+
+
+def digest_batches(batches: Sequence[Tensor]) -> Tensor:
+    """For each of several batches of one shape, a digest of its rows that does not depend on their order.
+
+    It does not depend on how rows are split over ranks either. The result stays on the device: sums of it, modulo
+    2**64, are digests of larger batches.
+    """
+    import torch
+
+    rows = torch.stack(list(batches)) if len(batches) > 1 else batches[0].unsqueeze(0)
     numbers = rows.float().contiguous().view(torch.int32) if rows.is_floating_point() else rows
-    key = rows.shape[1], str(rows.device)
+    key = rows.shape[2], str(rows.device)
     if key not in _factors:
-        _factors[key] = torch.arange(rows.shape[1], device=rows.device, dtype=torch.int64) * _ODD | 1
-    sums = ((numbers.to(torch.int64) + 1) * _factors[key]).sum(1)
+        _factors[key] = torch.arange(rows.shape[2], device=rows.device, dtype=torch.int64) * _ODD | 1
+    sums = ((numbers.to(torch.int64) + 1) * _factors[key]).sum(2)
     mixed: Tensor = (sums ^ (sums >> 29)) * _ODD
-    return mixed.sum()
+    return mixed.sum(1)

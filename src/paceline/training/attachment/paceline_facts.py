@@ -54,6 +54,12 @@ def loss_in(output: Any) -> Any:
     return None
 
 
+def copy_loss(loss: Any) -> Any:
+    """The value of a loss as it is now, left on its device."""
+    value = loss.detach()
+    return (value.to_local() if hasattr(value, "to_local") else value).clone()
+
+
 # --- model and optimizer ---
 
 

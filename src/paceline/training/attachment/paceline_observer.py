@@ -13,63 +13,24 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import paceline_digests as digests
 import paceline_facts as facts
 from paceline_clocks import CudaClock, HostClock
+from paceline_steps import Batch, Readout, Step
 
-# Steps that may be queued on a device before their numbers are read.
-STEPS_AHEAD = 8
 # The step whose collectives are counted and those that `--trace` records: all belong to the warm-up.
 WIRE_STEP = 2
 LAST_LINES = 30
-
-
-@dataclass
-class Batch:
-    """One micro batch. Counts may still be on the device."""
-
-    samples: int
-    positions: int
-    tokens: Any
-    labels: Any = None
-    digest: Any = None
-
-
-@dataclass
-class Step:
-    """What was seen of one step. spans: phase, begin and end; pauses are evaluations inside it."""
-
-    number: int
-    begin: Any
-    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-    losses: list[Any] = field(default_factory=list)
-    backward_losses: list[Any] = field(default_factory=list)
-    norm: Any = None
-    end: Any = None
-    numbers: Any = None
-
-    def seconds(self, phase: str, clock: Any) -> float | None:
-        found = [clock.elapsed_s(begin, end) for name, begin, end in self.spans if name == phase]
-        return sum(found) if found else None
-
-    def paused_before_data(self, clock: Any) -> float:
-        """Seconds of pauses before the first forward pass."""
-        names = [name for name, _, _ in self.spans]
-        before = self.spans[: names.index("data_wait")]
-        return float(sum(clock.elapsed_s(begin, end) for name, begin, end in before if name == "pause"))
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -119,8 +80,7 @@ class Observer:
         self.paused_at: Any = None
         self.optimizer_began: Any = None
         self.backward_depth = 0
-        self.written = 0
-        self.pending: deque[Step] = deque()
+        self.readout = Readout(self.write_text)
         self.facts: dict[str, Any] = {}
         self.rates = hashlib.sha256()
         self.sources: Counter[str] = Counter()
@@ -215,7 +175,7 @@ class Observer:
             return
         self._before_forward(module, args, kwargs, is_first)
         limit = self.options.get("steps")
-        if limit and self.written + len(self.pending) >= limit and self.broken is None:
+        if limit and self.readout.steps >= limit and self.broken is None:
             self.end()
             raise SystemExit(0)
 
@@ -242,7 +202,7 @@ class Observer:
             step.batches.append(self.batch_of(args, kwargs))
         if "autocast" not in self.facts:
             self.facts["autocast"] = facts.autocast(self.facts["device"])
-        self.forward_began = self.clock.mark()
+        self.forward_began = now
 
     @guarded
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -257,43 +217,42 @@ class Observer:
             step.batches.append(self.batch_of(args, kwargs))
         loss = facts.loss_in(output)
         if loss is not None:
-            step.losses.append(loss.detach())
+            # A copy: compiled graphs write the next loss into the same memory, and scripts divide it in place.
+            step.losses.append(facts.copy_loss(loss))
             # Hugging Face Trainer divides the loss of a micro batch by the labels of the whole step.
             self.adds_losses = kwargs.get("num_items_in_batch") is not None
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
-        """Counts and digest of a micro batch, left on the device."""
+        """Counts of a micro batch and a copy of its rows, left on the device."""
         found = dict(digests.tensors_in(args, kwargs))
         ids = facts.token_ids(found)
         if ids is None:
             self.sources["samples"] += 1
             data = next((t for t in found.values() if t.dim() > 0), None)
             rows = int(data.shape[0]) if data is not None else 1
-            digest = digests.digest_rows(data) if data is not None else None
-            return Batch(rows, rows, rows, None, digest)
+            copied = digests.copy_rows(data) if data is not None else None
+            return Batch(rows, rows, rows, None, copied)
         self.sources["tokens"] += 1
         samples, positions = int(ids.shape[0]), ids.numel()
         mask, labels = found.get("attention_mask"), facts.labels_in(found)
         tokens = mask.sum() if mask is not None and mask.shape == ids.shape and not mask.is_floating_point() else None
         learned = (labels != -100).sum() if labels is not None and labels.dim() > 1 else None
-        return Batch(samples, positions, positions if tokens is None else tokens, learned, digests.digest_rows(ids))
+        return Batch(samples, positions, positions if tokens is None else tokens, learned, digests.copy_rows(ids))
 
     # --- hooks on backward, clipping and the optimizer ---
 
-    @contextlib.contextmanager
-    def backward(self, tensors: Any) -> Any:
-        """Around every outermost backward pass."""
+    def before_backward(self) -> Any:
+        """The mark at which an outermost backward pass begins; None for one inside another."""
         import torch
 
         self.backward_depth += 1
-        outer = self.backward_depth == 1 and self.step is not None and not torch.compiler.is_compiling()
-        begin = self.clock.mark() if outer else None
-        try:
-            yield
-        finally:
-            self.backward_depth -= 1
-            if outer:
-                self._after_backward(begin, tensors)
+        is_outer = self.backward_depth == 1 and self.step is not None and not torch.compiler.is_compiling()
+        return self.clock.mark() if is_outer else None
+
+    def after_backward(self, begin: Any, tensors: Any) -> None:
+        self.backward_depth -= 1
+        if begin is not None:
+            self._after_backward(begin, tensors)
 
     @guarded
     def _after_backward(self, begin: Any, tensors: Any) -> None:
@@ -304,8 +263,8 @@ class Observer:
             # A closure, as in Lightning: the optimizer's own work begins after its backward pass.
             self.optimizer_began = end
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-        if getattr(loss, "numel", lambda: 0)() == 1:
-            step.backward_losses.append(loss.detach())
+        if not step.losses and getattr(loss, "numel", lambda: 0)() == 1:
+            step.backward_losses.append(facts.copy_loss(loss))
 
     @guarded
     def before_step(self, optimizer: Any, *_: object) -> None:
@@ -382,12 +341,14 @@ class Observer:
 
     @guarded
     def note_loss(self, value: Any) -> None:
-        self.tracked.setdefault("losses", []).append(value.detach() if hasattr(value, "detach") else float(value))
+        self.tracked.setdefault("losses", []).append(
+            facts.copy_loss(value) if hasattr(value, "detach") else float(value)
+        )
 
     # --- steps ---
 
     def open_step(self, now: Any) -> None:
-        number = self.written + len(self.pending)
+        number = self.readout.steps
         self.step = Step(number, now if self.last_end is None else self.last_end)
         self.step.spans, self.pauses = self.pauses, []
         if self.early is not None and self.root is not None:
@@ -404,78 +365,22 @@ class Observer:
             self.stop_discovery()
             self.open_file()
         self.step, self.last_end = None, step.end
-        step.numbers = self.fetch(step)
-        self.tracked.clear()
-        self.pending.append(step)
-        self.write_passed()
+        self.name_numbers(step)
+        self.readout.add(step, self.clock)
         if step.number in (0, 1, 9):
             self.write_facts()
 
-    def fetch(self, step: Step) -> Any:
-        """The numbers of a step on the host: at once on a CPU, by one copy that does not wait on a GPU."""
-        import torch
-
-        losses = self.tracked.get("losses") or step.losses or step.backward_losses
-        source = "track" if self.tracked.get("losses") else "output" if step.losses else "backward"
-        self.sources[f"loss:{source if losses else 'none'}"] += 1
-        tokens = [b.tokens for b in step.batches] if "tokens" not in self.tracked else [self.tracked["tokens"]]
-        labels = [b.labels for b in step.batches]
-        ints = [sum(b.digest for b in step.batches if b.digest is not None), sum(tokens)]
-        ints.append(sum(labels) if labels and all(x is not None for x in labels) else -1)
-        parts = 1 if source == "output" and self.adds_losses else len(losses)
-        floats = [sum(x.float() if hasattr(x, "float") else x for x in losses) / parts if losses else math.nan]
-        floats.append(math.nan if step.norm is None else step.norm)
-        if isinstance(self.clock, HostClock):
-            return [int(x) for x in ints], [float(x) for x in floats]
-        device = self.facts["device"]
-        whole = torch.stack([torch.as_tensor(x, device=device, dtype=torch.int64).reshape(()) for x in ints])
-        real = torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64).reshape(()) for x in floats])
-        copies = [each.to("cpu", non_blocking=True) for each in (whole, real)]
-        return copies, self.clock.mark()
-
-    def write_passed(self, everything: bool = False) -> None:
-        while self.pending:
-            step = self.pending[0]
-            if not isinstance(self.clock, HostClock):
-                copied = step.numbers[1]
-                if not self.clock.passed(copied):
-                    if not everything and len(self.pending) <= STEPS_AHEAD:
-                        return
-                    copied.synchronize()
-                step.numbers = tuple(each.tolist() for each in step.numbers[0])
-            self.pending.popleft()
-            self.write_step(step)
-
-    def write_step(self, step: Step) -> None:
-        (digest, tokens, labels), (loss, norm) = step.numbers
-        seconds = functools.partial(step.seconds, clock=self.clock)
-        pause = seconds("pause") or 0.0
-        waited = seconds("data_wait")
-        line = {
-            "kind": "step",
-            "rank": self.rank,
-            "step": step.number,
-            "duration_s": max(self.clock.elapsed_s(step.begin, step.end) - pause, 1e-9),
-            "data_wait_s": None if waited is None else max(waited - step.paused_before_data(self.clock), 0.0),
-            "h2d_s": None,
-            "h2d_bytes": None,
-            "forward_s": seconds("forward"),
-            "backward_s": seconds("backward"),
-            "optimizer_s": seconds("optimizer"),
-            "tokens": tokens,
-            "samples": sum(b.samples for b in step.batches),
-            "micro_batches": max(len(step.batches), 1),
-            "updates": 1,
-            "loss": loss,
-            "grad_norm": None if math.isnan(norm) else norm,
-            "data_digest": digest & digests.MASK64,
-            "variant": 0,
-            "positions": sum(b.positions for b in step.batches),
-            "label_tokens": None if labels < 0 else labels,
-            "attended_keys": None,
-        }
-        self.written += 1
-        self.write_line(line)
+    def name_numbers(self, step: Step) -> None:
+        """Say which numbers of a step its line consists of; they stay where they are."""
+        tracked = self.tracked.get("losses")
+        source = "track" if tracked else "output" if step.losses else "backward"
+        step.adds_losses = source == "output" and self.adds_losses
+        step.losses = tracked or step.losses or step.backward_losses
+        self.sources[f"loss:{source if step.losses else 'none'}"] += 1
+        step.tokens = [self.tracked["tokens"]] if "tokens" in self.tracked else [b.tokens for b in step.batches]
+        step.labels = [b.labels for b in step.batches]
+        step.norms = [] if step.norm is None else [step.norm]
+        self.tracked = {}
 
     # --- instruments of single steps ---
 
@@ -512,12 +417,17 @@ class Observer:
     def open_file(self) -> None:
         """One process writes for each rank: the first that takes a step."""
         self.rank, self.world_size = self.find_rank(), facts.world_size()
+        self.readout.rank = self.rank
         path = self.folder / f"rank-{self.rank}.jsonl"
-        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", buffering=1)
+        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w")
 
     def write_line(self, line: Mapping[str, Any]) -> None:
+        self.write_text(json.dumps(line) + "\n")
+
+    def write_text(self, text: str) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(text)
+            self.file.flush()
 
     def write_facts(self, **more: Any) -> None:
         if self.file is None and "crash" not in more and self.broken is None:
@@ -526,10 +436,10 @@ class Observer:
             **{name: value for name, value in self.facts.items() if name != "size"},
             "pid": os.getpid(),
             "world_size": self.world_size,
-            "rates": f"{self.written}:{self.rates.hexdigest()[:16]}",
+            "rates": f"{self.readout.written}:{self.rates.hexdigest()[:16]}",
             "sources": dict(self.sources),
             "broken": self.broken,
-            "hidden_steps": len(self.pending),
+            "hidden_steps": self.readout.waiting,
             **more,
         }
         rank = self.find_rank() if self.file is None else self.rank
@@ -554,7 +464,7 @@ class Observer:
         self.close_step()
         if self.file is None:
             return
-        self.write_passed(everything=True)
+        self.readout.finish(self.clock)
         self.write_line(facts.memory_line(self.rank, self.facts["device"]))
         final = digests.weights_of(self.root.named_parameters()) if not self.facts.get("crash") else None
         self.write_facts(final_weights=final)
@@ -616,8 +526,11 @@ def wrap_public_functions(torch: Any, own: Observer) -> None:
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        with own.backward(tensors):
+        begin = own.before_backward()
+        try:
             return backward(tensors, *args, **kwargs)
+        finally:
+            own.after_backward(begin, tensors)
 
     @functools.wraps(clip)
     def observed_clip(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ import frameworks
 for rank, name in enumerate(sys.argv[2:]):
     if (child := os.fork()) == 0:
         os.environ["RANK"] = str(rank)
-        frameworks.FRAMEWORKS[name](4)
+        frameworks.FRAMEWORKS[name](frameworks.work_of(4))
         sys.exit()
     assert os.waitpid(child, 0)[1] == 0, name
 """

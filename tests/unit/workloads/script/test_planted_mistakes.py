@@ -10,7 +10,10 @@ from script_records import observe_code, record_of
 from paceline.analysis.findings import CERTIFIED, Certificate
 from paceline.analysis.training.certificate import certify_all
 
-MISTAKES = ("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group")
+MISTAKES = (
+    *("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group"),
+    *("other data", "other rate", "rate of one step", "fewer updates", "other seed", "fewer layers", "other optimizer"),
+)
 # One interpreter for all: each mistake gets two forked ranks, which average their gradients through shared memory.
 TRAIN = """
 import atexit, gc, multiprocessing, os, sys
@@ -31,18 +34,24 @@ else:
 os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
 torch.set_num_threads(1)
 mistake, barrier, part = mistakes[rank // 2], barriers[rank // 2], rank % 2
-torch.manual_seed(0)
+torch.manual_seed(1 if mistake == "other seed" else 0)
 layers = torch.nn.Embedding(20, 4), torch.nn.Flatten(), torch.nn.Linear(16, 8), torch.nn.Linear(8, 20)
-model = torch.nn.Sequential(*layers)
+model = torch.nn.Sequential(*(layers[:2] + (torch.nn.Linear(16, 20),) if mistake == "fewer layers" else layers))
 weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False))
 groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
 if mistake == "one group":
     groups = [{"params": weights + biases, "weight_decay": 0.1}]
-optimizer = torch.optim.AdamW(groups, lr=0.01)
+rate = 0.011 if mistake == "other rate" else 0.01
+optimizer = (torch.optim.Adam if mistake == "other optimizer" else torch.optim.AdamW)(groups, lr=rate)
 data = torch.randint(0, 20, (steps, 2, 2, 3, 4), generator=torch.Generator().manual_seed(1))
 if mistake == "other order":
     data = data.flip(0)
-for step in range(steps):
+if mistake == "other data":
+    data[4, 0, 0, 0, 0] = (data[4, 0, 0, 0, 0] + 1) % 20
+for step in range(steps - 1 if mistake == "fewer updates" else steps):
+    if mistake == "rate of one step":
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 if step == 3 else 0.01
     micro_batches = data[step, :, part]
     if mistake == "fewer micro batches" and step == 4:
         micro_batches = micro_batches[:1]
@@ -93,6 +102,13 @@ def test_the_same_work_is_certified(certificates: Mapping[str, Certificate]) -> 
         ("frozen layer", "trained tensors: 4 instead of 5"),
         ("no reduction", "losses: "),
         ("one group", "optimizer: elements 396 instead of 368"),
+        ("other data", "data: other samples at step 4"),
+        ("other rate", "optimizer: lr 0.011 instead of 0.01"),
+        ("rate of one step", "optimizer: another schedule of learning rates"),
+        ("fewer updates", "updates: 5 instead of 6"),
+        ("other seed", "initial weights"),
+        ("fewer layers", "parameters"),
+        ("other optimizer", "optimizer: class Adam instead of AdamW"),
     ],
 )
 def test_each_mistake_is_different(certificates: Mapping[str, Certificate], mistake: str, what: str) -> None:
