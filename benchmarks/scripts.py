@@ -1,11 +1,12 @@
 """Overhead of observing a foreign training script: processor time per step beside the bare script.
 
-    python benchmarks/scripts.py [PAIRS]
+    python benchmarks/scripts.py [PAIRS] [cpu|cuda]
 
 Two processes import torch, one of them observed. In each pair both fork a child that trains the same model, one after
 the other and in alternating order; it counts its own processor time, which other programs on the host disturb less than
 wall time. `small` is a decoder whose step takes about 0.1 s on one core; the difference of `empty`, a step of
-microseconds, is the cost of the observer. The interval is that of the median, from the order of the pairs alone.
+microseconds, is the cost of the observer. On a GPU the time is that of the wall clock, from one synchronisation to
+another, and `short` is a step of about 5 ms. The interval is that of the median, from the order of the pairs alone.
 With 12 pairs it takes a minute on an idle host.
 """
 
@@ -31,9 +32,10 @@ torch.set_num_threads(1)
 
 
 def child(number, line):
-    global width, layers, length, steps
+    global width, layers, length, steps, device
     os.environ["RANK"] = str(number)
-    width, layers, length, steps = map(int, line.split())
+    *shape, device = line.split()
+    width, layers, length, steps = map(int, shape)
     print(train(), flush=True)
 
 
@@ -62,20 +64,27 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def clock():
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def train():
     torch.manual_seed(0)
-    model = Model()
+    model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     warm = steps // 4
     for step in range(steps):
         if step == warm:
-            began = time.process_time()
-        loss = model(torch.randint(0, 512, (4, length)))
+            began = clock()
+        loss = model(torch.randint(0, 512, (4, length), device=device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return (time.process_time() - began) / (steps - warm)
+    return (clock() - began) / (steps - warm)
 
 
 for number, line in enumerate(sys.stdin):
@@ -85,7 +94,10 @@ for number, line in enumerate(sys.stdin):
     os.waitpid(pid, 0)
 """
 # Width, layers, sequence length and steps.
-SHAPES = {"small": (128, 2, 128, 16), "empty": (8, 0, 4, 200)}
+SHAPES = {
+    "cpu": {"small": (128, 2, 128, 16), "empty": (8, 0, 4, 200)},
+    "cuda": {"short": (256, 2, 256, 200), "long": (1024, 12, 1024, 24)},
+}
 
 
 class Trainer:
@@ -100,10 +112,10 @@ class Trainer:
         command = [sys.executable, str(script)]
         self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def seconds_per_step(self, shape: tuple[int, ...]) -> float:
+    def seconds_per_step(self, shape: tuple[int, ...], device: str) -> float:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(" ".join(map(str, shape)) + "\n")
+        self.process.stdin.write(" ".join(map(str, (*shape, device))) + "\n")
         self.process.stdin.flush()
         found = float(self.process.stdout.readline())
         self.asked += 1
@@ -130,21 +142,22 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[first], ordered[-1 - first]
 
 
-def main(pairs: int) -> None:
+def main(pairs: int, device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         script, observed = Path(folder) / "train.py", Path(folder) / "observed"
         script.write_text(SCRIPT)
         observed.mkdir()
         trainers = {False: Trainer(script, None), True: Trainer(script, str(observed))}
-        for name, shape in SHAPES.items():
+        for name, shape in SHAPES[device].items():
             found = []
             for pair in range(pairs):
                 order = (True, False) if pair % 2 else (False, True)
-                found.append({side: trainers[side].seconds_per_step(shape) for side in order})
+                found.append({side: trainers[side].seconds_per_step(shape, device) for side in order})
             ratios = [each[True] / each[False] for each in found]
             low, high = interval(ratios)
             row = {
                 "benchmark": f"script_{name}",
+                "device": device,
                 "pairs": pairs,
                 "bare_s": statistics.median(each[False] for each in found),
                 "added_s": statistics.median(each[True] - each[False] for each in found),
@@ -153,10 +166,10 @@ def main(pairs: int) -> None:
                 "high": high,
             }
             print(json.dumps(row), flush=True)
-        steps = pairs * sum(shape[-1] for shape in SHAPES.values())
+        steps = pairs * sum(shape[-1] for shape in SHAPES[device].values())
         for trainer in trainers.values():
             trainer.end(steps)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12, sys.argv[2] if len(sys.argv) > 2 else "cpu")
