@@ -21,7 +21,7 @@ from paceline.results.records import RunRecord, Status
 def run_all(out: Path, folders: Sequence[Path], environment: Mapping[str, str]) -> list[RunRecord]:
     """Run these folders, whose runs have equally many ranks, one after another, and seal them."""
     spec = store.read_spec(folders[0])
-    listing = out / f"folders-{spec.topology.world_size}"
+    listing = out / f"folders-{folders[0].name}"
     listing.write_text("".join(f"{folder}\n" for folder in folders))
     env = {**environment, **forked.prepare(spec, folders[0]).env}
     command = [sys.executable, "-m", "testbed.nursery", "run", "zero-1", str(listing)]

@@ -107,8 +107,9 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
 
-def end_all(child: Child) -> None:
-    """End a child and all its descendants; kills those that ignore SIGTERM or are stopped."""
+def end_all(child: Child) -> bool:
+    """End a child and all its descendants, kill those that ignore SIGTERM or are stopped, and return whether all are
+    gone. Some cannot be ended, for example while a driver holds them: no wait is without a limit."""
     import psutil
 
     try:
@@ -122,5 +123,9 @@ def end_all(child: Child) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     child.kill()
-    child.wait()
-    psutil.wait_procs(family, GRACE_S)
+    try:
+        child.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        return False
+    _, alive = psutil.wait_procs(family, GRACE_S)
+    return not alive

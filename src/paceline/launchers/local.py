@@ -144,11 +144,10 @@ def poll(handle: Mapping[str, Any]) -> JobState:
     return JobState(running=code is None, exit_code=code)
 
 
-def cancel(handle: Mapping[str, Any]) -> None:
-    """End torchrun, or the supervisor of forked ranks, with all its processes."""
+def cancel(handle: Mapping[str, Any]) -> bool:
+    """End torchrun, or the supervisor of forked ranks, with all its processes, and return whether they are gone."""
     child = _children.get(handle.get("run", handle["pid"]))
-    if child is not None and child.poll() is None:
-        end_all(child)
+    return child is None or child.poll() is not None or end_all(child)
 
 
 def close() -> None:

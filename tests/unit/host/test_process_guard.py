@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from paceline.host import process_guard
+from paceline.host import process_guard, processes
 
 # Leaves a process that is in a session of its own, has lost its parent and does not listen.
 ORPHANS = """
@@ -64,3 +65,16 @@ def test_nothing_is_started_for_a_parent_that_is_gone(tmp_path: Path) -> None:
     argv[argv.index(str(os.getpid()))] = str(2**22 + 1)
     assert subprocess.run(argv, timeout=120, check=False).returncode == 0
     assert not file.exists()
+
+
+def test_a_child_whose_end_cannot_be_seen_is_not_waited_for_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that interrupts Popen.poll at the wrong moment leaves its lock taken; then no wait sees the end."""
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child._waitpid_lock.acquire()  # type: ignore[attr-defined]
+    try:
+        assert not processes.end_all(child)
+    finally:
+        child._waitpid_lock.release()  # type: ignore[attr-defined]
+    assert processes.end_all(child)
+    assert child.returncode == -signal.SIGTERM

@@ -42,6 +42,8 @@ from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status
 
 POLL_S = 0.1
+# Signals to stop that arrive within this time are one.
+ONE_STOP_S = 2.0
 # A large model takes some 15 s of one core for each of a dozen settings.
 ADVICE_S = 300.0
 FEW_STEPS = 20
@@ -548,16 +550,28 @@ def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str 
 
 
 def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
-    """Call work; SIGTERM ends it like Ctrl-C."""
+    """Call work; SIGTERM ends it like Ctrl-C.
+
+    `timeout` and some shells signal a process and its group, so two arrive at once. The second must not interrupt the
+    cancelling that the first began: it counts only after ONE_STOP_S, when someone does not want to wait any longer.
+    """
+    stopped_at = -math.inf
 
     def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal stopped_at
+        again_s = time.monotonic() - stopped_at
+        if again_s > ONE_STOP_S:
+            stopped_at = time.monotonic()
+            raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    # What the shell ignores, as Ctrl-C for a command in the background, stays ignored.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         return work()
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:

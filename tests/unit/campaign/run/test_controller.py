@@ -558,6 +558,43 @@ def test_sigterm_takes_the_way_of_ctrl_c() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_at_once_does_not_interrupt_cancelling(second: signal.Signals) -> None:
+    """`timeout` signals the process and its group."""
+    cancelled = []
+
+    def work() -> list[Status]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), second)
+            cancelled.append(True)
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        controller.interruptible(work)
+    assert cancelled
+
+
+def test_a_signal_after_a_while_interrupts_cancelling_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "ONE_STOP_S", 0.0)
+    cancelled = []
+
+    def work() -> list[Status]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            cancelled.append(True)
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        controller.interruptible(work)
+    assert not cancelled
+
+
 def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         controller.read_experiment(tmp_path)

@@ -197,7 +197,8 @@ class MeshTrainer(TorchTrainer):
             gradient: Any = parameter.grad
             # Norms under sequence parallelism: each rank has the sum over its part of the sequence.
             if hasattr(gradient, "placements") and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                whole = gradient.to(self.seat.torch_device).redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                parameter.grad = whole.to(gradient.device)
         for parameter in self._experts():
             # A rank's experts saw the tokens of `ep` ranks, and their gradients were averaged over fewer.
             _local(parameter.grad).div_(self.layout.ep)
@@ -261,7 +262,10 @@ class MeshTrainer(TorchTrainer):
                 part.copy_(total)
         elif self.tied is not None:
             for parameter in held:
-                dist.all_reduce(_local(parameter.grad), group=self.tied)
+                own = _local(parameter.grad)
+                total = own.to(self.seat.torch_device)
+                dist.all_reduce(total, group=self.tied)
+                own.copy_(total)
 
     # --- weights ---
 
@@ -275,7 +279,9 @@ class MeshTrainer(TorchTrainer):
             value: Tensor | None = None
             if name in own:
                 parameter: Any = own[name]
-                value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+                # NCCL gathers on the device only, also what is offloaded to host memory.
+                here = parameter.detach().to(self.seat.torch_device)
+                value = here.full_tensor() if hasattr(here, "full_tensor") else here
                 if self.layout.ep > 1 and is_expert(name):
                     value = self._all_experts(value.detach())
                 value = tensor.in_decoder_order(value.detach(), tensor.row_order(name, self.shape, self.layout.tp))
