@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from paceline.errors import UnsupportedError
 
 WARM_STEPS = 3
+# A single prompt up to MOST_REPLAYED tokens is padded to a multiple of PROMPT_MULTIPLE and replayed as a CUDA graph.
+# Launching the kernels of so short a prompt takes the host longer than the device needs for them.
+PROMPT_MULTIPLE, MOST_REPLAYED = 128, 1024
 # The name under which transformers knows our attention.
 ATTENTION = "paceline_slots"
 # Prompts come in any length. cuDNN, which torch prefers on some GPUs, plans each new length: 50 ms on an H200, where
@@ -49,6 +53,10 @@ class Decoding:
         self.current = Pass(self.positions, torch.arange(slots, device=self.device), length)
         self._flash = has_flash(self.dtype, self.device, width)
         self._graphs: dict[int, Callable[[], None]] = {}
+        self._prompt_graphs: dict[int, Callable[[], None]] = {}
+        # A single prompt, padded: its tokens, length and slot, and the first token of its answer.
+        self._prompt = torch.zeros((1, length), dtype=torch.long, device=self.device)
+        self._prompt_length, self._slot, self._first = (torch.zeros_like(self.positions[:1]) for _ in range(3))
         AttentionInterface.register(ATTENTION, attend)
         model.config._attn_implementation = ATTENTION
         named = (part for part in model.modules() if type(part).__name__.endswith("Attention"))
@@ -78,21 +86,41 @@ class Decoding:
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
         """Read prompts into slots and return the first token of each answer. Padding at the end is not attended to."""
         longest = max(len(prompt) for prompt in prompts)
+        padded_to = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+        if len(prompts) == 1 and padded_to in self._prompt_graphs:
+            return [self._replay(padded_to, rows[0], prompts[0])]
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         slots = torch.tensor(rows, device=self.device)
         positions = torch.arange(longest, device=self.device).expand(len(prompts), -1)
+        first = self._read(slots, torch.tensor(padded, device=self.device), positions, lengths)
+        return [int(token) for token in first.tolist()]
+
+    def _read(self, slots: Tensor, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(PROMPT_KERNELS):
             self.current.rows = slots
-            tokens = torch.tensor(padded, device=self.device)
             hidden = self.model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)[0]
             self.current.rows = None
             # Only the last token of each prompt: the logits of all tokens would be the largest tensor of all.
-            last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
-            first = self.model.lm_head(last[:, None])[:, 0].argmax(dim=-1)
+            last = hidden[torch.arange(len(tokens), device=self.device), lengths - 1]
+            first: Tensor = self.model.lm_head(last[:, None])[:, 0].argmax(dim=-1)
         self.tokens[slots, 0] = first
         self.positions[slots] = lengths
-        return [int(token) for token in first.tolist()]
+        return first
+
+    def _replay(self, padded_to: int, row: int, prompt: Sequence[int]) -> int:
+        """Read one prompt with the graph of its padded length."""
+        self._prompt[0, : len(prompt)].copy_(torch.tensor(prompt))
+        self._prompt_length.fill_(len(prompt))
+        self._slot.fill_(row)
+        self._prompt_graphs[padded_to]()
+        return int(self._first.item())
+
+    @torch.inference_mode()
+    def _read_prompt(self, padded_to: int) -> None:
+        """Read the tensors of a single prompt; nothing here depends on values on the host."""
+        tokens, positions = self._prompt[:, :padded_to], self._columns[None, :padded_to]
+        self._first.copy_(self._read(self._slot, tokens, positions, self._prompt_length))
 
     def step(self, reach: int) -> list[int]:
         """The next token of every slot. reach: one of `reaches`, at least the longest context of the used slots."""
@@ -136,18 +164,32 @@ class Decoding:
         """Select and compile every kernel, and capture every graph, before the first request."""
         self.read([0], [[0, 0]])
         for reach in reversed(self.reaches):
+            advance = partial(self._advance, reach)
             for _ in range(WARM_STEPS):
-                self._advance(reach)
+                advance()
             if graph:
-                # Captured here instead of by torch.compile: no tensor of a step moves, so a replay checks nothing.
-                torch.cuda.synchronize()
-                captured = torch.cuda.CUDAGraph()
-                # Only this thread: NCCL's own thread queries its events at any time, which would end a global capture.
-                with torch.inference_mode(), torch.cuda.graph(captured, capture_error_mode="thread_local"):
-                    self._advance(reach)
-                self._graphs[reach] = captured.replay
+                self._graphs[reach] = captured(advance)
+        if graph:
+            self._prompt_length.fill_(1)
+            # Prompts are read one after another and leave nothing in the memory of their graphs, so these share it.
+            pool = torch.cuda.graph_pool_handle()
+            for padded_to in range(PROMPT_MULTIPLE, min(self.length, MOST_REPLAYED) + 1, PROMPT_MULTIPLE):
+                read = partial(self._read_prompt, padded_to)
+                read()
+                self._prompt_graphs[padded_to] = captured(read, pool)
         self.positions.zero_()
         self.tokens.zero_()
+
+
+def captured(call: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+    """Replays `call` as one CUDA graph. Captured here instead of by torch.compile: no tensor of a step moves, so a
+    replay checks nothing."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Only this thread: NCCL's own thread queries its events at any time, which would end a global capture.
+    with torch.inference_mode(), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 # --- attention ---

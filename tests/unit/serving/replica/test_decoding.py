@@ -83,6 +83,28 @@ def test_a_place_is_taken_while_others_go_on() -> None:
     assert (first[:8], second) == (expected[0], expected[1])
 
 
+def test_a_single_prompt_is_replayed_at_its_padded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no graphs: a replay is the captured call itself, with the same tensors."""
+    replayed: list[int] = []
+
+    def captured(call: Any, pool: Any = None) -> Any:
+        return lambda: (replayed.extend(call.args), call())
+
+    monkeypatch.setattr(decoding_module, "captured", captured)
+    monkeypatch.setattr(decoding_module, "PROMPT_MULTIPLE", 4)
+    monkeypatch.setattr(decoding_module, "MOST_REPLAYED", 8)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    model = sharpened(weights.open_model(LLAMA, 0, CPU))
+    expected = [plain(model, prompt, 4) for prompt in PROMPTS]
+    decoding = over_slots(LLAMA, model)
+    decoding.warm_up(graph=True)
+    for prompt, answer, padded_to in zip(PROMPTS, expected, ([8], [4], [], [4]), strict=True):
+        replayed.clear()
+        first = decoding.read([2], [prompt])
+        assert replayed == padded_to, "eleven tokens are more than the longest graph has"
+        assert first + [decoding.step(64)[2] for _ in range(3)] == answer
+
+
 def test_one_compilation_a_reach_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without inductor, whose code would take longer than everything else here: what is traced, and what it answers."""
     graphs: list[Any] = []
