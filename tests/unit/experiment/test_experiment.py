@@ -15,6 +15,7 @@ from paceline.experiment import expansion, plugins, reading, recipe
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, WarmUp
 from paceline.host import machine
+from paceline.training.data.corpus import is_packed
 
 
 @pytest.fixture
@@ -323,6 +324,15 @@ def test_strategies_is_the_comparison_of_the_issue() -> None:
     t = spec.training
     assert (t.sequence_length, t.micro_batch, t.accumulation, spec.steps, spec.seed) == (2048, 1, 4, 100, 42)
     assert (t.precision.compute, t.learning_rate, t.weight_decay, t.clip_norm) == ("bf16", 1e-4, 0.01, 1.0)
+
+
+@pytest.mark.parametrize("name", ["strategies", "finetune", "finetune-quick"])
+def test_presets_compile_and_pack_on_a_gpu_only(name: str) -> None:
+    on_gpu, on_cpu = (expansion.load(name, [f"device={device}", "processes=1"]) for device in ("cuda", "cpu"))
+    assert {spec.training.compile for spec in on_gpu} == {True}
+    assert {spec.training.compile for spec in on_cpu} == {False}
+    if name != "strategies":
+        assert all(is_packed(spec.training.data) for spec in on_gpu)
 
 
 def test_an_option_of_a_choice_is_set_in_every_cell(file: Any) -> None:
