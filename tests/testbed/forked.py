@@ -66,9 +66,14 @@ def import_for(kind: str) -> None:
 
 def bring_up(run_dir: Path, link: socket.socket) -> int:
     """All ranks of one run, from here to their end, or until nobody waits for them. Where FORKED_HOSTS names network
-    namespaces, each rank is on a host of its own. A file instead of a run folder lists many of them."""
+    namespaces, each rank is on a host of its own. A file instead of a run folder lists many of them, or names a
+    function that is called with each rank and ends it: `MODULE FUNCTION RANKS` in a file that ends with .call."""
     end_with_parent(signal.SIGKILL)
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    if run_dir.suffix == ".call":
+        module, function, processes = run_dir.read_text().split()
+        called = getattr(importlib.import_module(module), function)
+        return _warm.supervise(run_dir, int(processes), link, called)
     if run_dir.is_file():
         folders = [Path(line) for line in run_dir.read_text().splitlines()]
         processes = store.read_spec(folders[0]).topology.world_size

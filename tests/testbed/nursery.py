@@ -26,7 +26,18 @@ from typing import IO
 PATIENCE_S = 240.0
 # What nothing reads while it is imported: pytest's own, secrets, and what tests tell their ranks. Folders that tests
 # add to the path hold plugins, which are found after forking; each worker of pytest has a state folder of its own.
-UNREAD = ("PYTEST_", "NURSERY", "MORTAL_", "FAULTY_", "FORKED_", "PYTHONPATH", "XDG_STATE_HOME", "HF_TOKEN", "WANDB_")
+UNREAD = (
+    "PYTEST_",
+    "NURSERY",
+    "MORTAL_",
+    "FAULTY_",
+    "FORKED_",
+    "MESH_",
+    "PYTHONPATH",
+    "XDG_STATE_HOME",
+    "HF_TOKEN",
+    "WANDB_",
+)
 # Schedules have a crontab of their own, and a shell starts them.
 UNREAD += ("PATH", "TZ", "TAB", "PWD", "OLDPWD", "SHLVL", "_")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,14 +21,14 @@ pytest.importorskip("torch")
 from paceline.workloads import memory
 from paceline.workloads.memory.rehearsal import Answer, Question, rehearse
 
-SHAPE = arithmetic.load(Choice("tiny"))
+# One layer: rehearsing takes its time for every operator.
+MODEL = "tiny:layers=1"
+SHAPE = arithmetic.load(Choice.parse(MODEL))
 COUNT = arithmetic.parameters(SHAPE)
 TENSORS = len(arithmetic.tensor_sizes(SHAPE))
 
 
-def spec(
-    strategy: str = "single", processes: int = 1, model: str = "tiny", device: str = "cpu", **more: Any
-) -> RunSpec:
+def spec(strategy: str = "single", processes: int = 1, model: str = MODEL, device: str = "cpu", **more: Any) -> RunSpec:
     precision = Precision(compute=more.pop("compute", "fp32"), reduce=more.pop("reduce", "fp32"))
     return RunSpec(
         experiment="test",
@@ -47,20 +50,32 @@ CASES: dict[str, Question] = {
     "fsdp2 accumulating": Question(spec("fsdp2", 4, accumulation=3)),
     "full": Question(spec(checkpointing="full")),
     "selective": Question(spec(checkpointing="selective")),
-    "llama cpu": Question(spec(model="tiny-llama", compute="bf16")),
-    "llama gpu": Question(spec(model="tiny-llama", compute="bf16", device="cuda"), workspace_bytes=1 << 20),
+    "llama cpu": Question(spec(model="tiny-llama:layers=1", compute="bf16")),
+    "llama gpu": Question(spec(model="tiny-llama:layers=1", compute="bf16", device="cuda"), workspace_bytes=1 << 20),
     "search": Question(spec(), capacity_bytes=20 << 20, most=512),
 }
 
 
+def rehearse_one(number: int) -> NoReturn:
+    """One of the cases, in a process forked from the nursery."""
+    memory.begin_rehearsals()
+    answer = rehearse(list(CASES.values())[number])
+    (Path(os.environ["REHEARSED"]) / str(number)).write_bytes(pickle.dumps(answer))
+    sys.exit(0)
+
+
 @pytest.fixture(scope="module")
-def answers() -> Iterator[dict[str, Answer]]:
-    """Each in a fresh process, as in a run; two at a time, forked from one that has torch and no more."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(memory.REHEARSAL))
-    workers = {"max_tasks_per_child": 1, "initializer": memory.begin_rehearsals}
-    with ProcessPoolExecutor(2, mp_context=context, **workers) as pool:
-        yield dict(zip(CASES, pool.map(rehearse, CASES.values()), strict=True))
+def answers(
+    tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., dict[str, str]], nursery: None
+) -> dict[str, Answer]:
+    """Each in a fresh process, as in a run."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    (folder / "cases.call").write_text(f"test_rehearsal rehearse_one {len(CASES)}")
+    env = environment(PYTHONPATH=str(Path(__file__).parent), OMP_NUM_THREADS="1", REHEARSED=str(folder))
+    command = [sys.executable, "-m", "testbed.nursery", "run", "1", str(folder / "cases.call")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: pickle.loads((folder / str(number)).read_bytes()) for number, name in enumerate(CASES)}  # noqa: S301
 
 
 @pytest.mark.parametrize(
