@@ -21,9 +21,8 @@ from paceline.results.samples import read_samples
 pytestmark = pytest.mark.slow
 
 SLOW = "faulty.trouble:how=slow"
-# What is interrupted is torchrun, or the process that forks ranks. How the same command goes on does not depend on it.
+# What is interrupted is torchrun, or the process that forks ranks.
 TORCHRUN, FORKED = "local:warm=false", "local"
-BOTH_WAYS = pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, marks=pytest.mark.exhaustive), FORKED])
 SMALL: dict[str, Any] = {
     "launcher": "testbed.forked",
     "processes": 1,
@@ -72,8 +71,8 @@ def slow_run(out: Path) -> Path | None:
     return None
 
 
-@BOTH_WAYS
-def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
+@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, marks=pytest.mark.exhaustive), FORKED])
+def test_ctrl_c_and_a_kill_leave_no_process_and_the_same_command_goes_on(
     launcher: str,
     tmp_path: Path,
     experiment_file: Callable[..., Path],
@@ -82,9 +81,12 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     living: Callable[[Path], list[str]],
     paceline: Any,
 ) -> None:
-    # One cell to finish, and one to interrupt while it trains; the order of two cells is that of the matrix.
+    """One cell to finish, and one to interrupt while it trains; the order of two cells is that of the matrix. The first
+    comes with a reference on its quick launcher, which serves the second one too."""
     matrix = [{"strategy": ["ddp"]}, {"strategy": [SLOW], "launcher": [launcher]}]
-    file = experiment_file(tmp_path, "stopped", matrix, **SMALL)
+    # With torchrun itself, one rank makes three processes too.
+    ranks = 1 if launcher == TORCHRUN else 2
+    file = experiment_file(tmp_path, "stopped", matrix, **SMALL | {"processes": ranks, "global_batch": ranks})
     with started(file, environment) as child:
         run_dir = eventually(lambda: slow_run(tmp_path), "the slow run at step 2")
         child.send_signal(signal.SIGINT)
@@ -95,17 +97,25 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert living(tmp_path) == []
     assert not store.is_sealed(run_dir)
     assert list(read_samples(run_dir / "samples-0.jsonl")), "partial samples are kept"
-
     sealed = {
         path: (path / "status.json").stat().st_mtime_ns for path in store.run_dirs(tmp_path) if store.is_sealed(path)
     }
     assert len(sealed) == 2, "the reference and the finished cell"
-    if launcher == TORCHRUN:
-        return
     shown = paceline("show", str(run_dir))
     assert shown.returncode == 1
     assert "not finished" in shown.stdout
     assert "interrupted" in paceline("status", "--out", str(tmp_path)).stdout
+
+    with started(file, environment) as child:
+        eventually(lambda: (run_dir / "attempts" / "1").is_dir() and slow_run(tmp_path), "the next attempt at step 2")
+        second = paceline("run", str(file), "--out", str(tmp_path), "--format", "json")
+        assert second.returncode == 2, "two controllers must not write into one experiment"
+        assert "in use by another" in second.stderr
+        assert len(living(tmp_path)) >= 3, "the controller and two ranks, or torchrun and one"
+        child.kill()
+        child.wait()
+        eventually(lambda: not living(tmp_path), "the end of all ranks")
+    assert not store.is_sealed(run_dir)
 
     again = paceline("run", str(file), "--out", str(tmp_path), "--format", "json", env=QUICKLY)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -113,40 +123,9 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert {path: (path / "status.json").stat().st_mtime_ns for path in sealed} == sealed
     record = store.read_run(run_dir)
     assert record.status == "ok"
-    assert len(record.steps) == SMALL["steps"]
-    assert (run_dir / "attempts" / "1" / "samples-0.jsonl").stat().st_size > 0
-
-
-@BOTH_WAYS
-def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
-    launcher: str,
-    tmp_path: Path,
-    experiment_file: Callable[..., Path],
-    environment: Callable[..., dict[str, str]],
-    eventually: Callable[..., Any],
-    living: Callable[[Path], list[str]],
-    paceline: Any,
-) -> None:
-    # The first cell comes with a reference on its quick launcher, which serves the second one too.
-    matrix = [{"strategy": ["ddp"]}, {"strategy": [SLOW], "launcher": [launcher]}]
-    # With torchrun itself, one rank makes three processes too.
-    ranks = 1 if launcher == TORCHRUN else 2
-    file = experiment_file(tmp_path, "killed", matrix, **SMALL | {"processes": ranks, "global_batch": ranks})
-    with started(file, environment) as child:
-        run_dir = eventually(lambda: slow_run(tmp_path), "the slow run at step 2")
-        second = paceline("run", str(file), "--out", str(tmp_path), "--format", "json")
-        assert second.returncode == 2, "two controllers must not write into one experiment"
-        assert "in use by another" in second.stderr
-        assert len(living(tmp_path)) >= 3, "the controller and two ranks, or torchrun and one"
-        child.kill()
-        child.wait()
-        eventually(lambda: not living(tmp_path), "the end of all ranks", limit_s=30)
-    assert not store.is_sealed(run_dir)
-    if launcher == TORCHRUN:
-        return
-    again = paceline("run", str(file), "--out", str(tmp_path), "--format", "json", env=QUICKLY)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert store.read_run(run_dir).status == "ok"
+    assert len(record.steps) == SMALL["steps"] * ranks
+    for attempt in ("1", "2"):
+        assert (run_dir / "attempts" / attempt / "samples-0.jsonl").stat().st_size > 0
 
 
 @pytest.fixture(scope="module")
