@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from testbed import ONE_SUM
 from testbed import slurm as testbed
 
 from paceline.results import store
@@ -30,6 +31,8 @@ BASE = {"workload": "reference", "device": "cpu", "model": "tiny", "precision": 
 LIGHT = (sys.executable, "-m", "testbed.light_rank", "paceline", "run")
 # Light runs are references, which a report does not rank: it says so with this exit code.
 NOTHING_RANKED = 1
+# A guard against tests that hang, not a criterion.
+PATIENCE_S = 240
 Started = Callable[..., list[subprocess.Popen[str]]]
 
 
@@ -78,8 +81,8 @@ def started(tmp_path: Path, environment: Callable[..., dict[str, str]]) -> Itera
 def ended(children: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit code and errors of each; their ranks are gone."""
     family = [each for child in children if child.poll() is None for each in psutil.Process(child.pid).children()]
-    found = [(child.wait(90), child.communicate()[1]) for child in children]
-    _, alive = psutil.wait_procs(family, 10)
+    found = [(child.wait(PATIENCE_S), child.communicate()[1]) for child in children]
+    _, alive = psutil.wait_procs(family, PATIENCE_S)
     assert not alive
     return found
 
@@ -220,19 +223,35 @@ def run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_real_ranks_inside_torchrun_are_certified(tmp_path: Path, environment: Callable[..., dict[str, str]]) -> None:
-    write_experiment(tmp_path, base={"workload": "pretrain", "strategy": "ddp", "processes": 2})
-    words = ("--nproc-per-node=2", "--log-dir", os.devnull, "-m", "paceline", "run")
-    done = run(
-        *(sys.executable, "-m", "torch.distributed.run", *words, *command(tmp_path)),
-        env=environment(PACELINE_RED_REPEATS="0"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {record.status for record in records(tmp_path)} == {"ok"}
-    assert {record.spec.workload.name: record.spec.launcher.name for record in records(tmp_path)} == {
-        "reference": "here",
-        "pretrain": "here",
+@pytest.fixture
+def inside_torchrun(tmp_path: Path, environment: Callable[..., dict[str, str]]) -> Callable[..., list[RunRecord]]:
+    """The records of a campaign of two real ranks."""
+
+    def start(**base: Any) -> list[RunRecord]:
+        write_experiment(tmp_path, base={"processes": 2, **base})
+        words = ("--nproc-per-node=2", "--log-dir", os.devnull, "-m", "paceline", "run")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *words, *command(tmp_path))
+        done = run(*torchrun, env=environment(PACELINE_RED_REPEATS="0"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return records(tmp_path)
+
+    return start
+
+
+def test_real_ranks_inside_torchrun_meet(inside_torchrun: Callable[..., list[RunRecord]]) -> None:
+    (record,) = inside_torchrun(workload=ONE_SUM)
+    assert (record.status, record.spec.launcher.name) == ("ok", "here")
+    assert {(row.rank, row.operation, row.wrong) for row in record.collectives} == {
+        (r, "all_reduce", 0) for r in (0, 1)
     }
+
+
+@pytest.mark.exhaustive
+def test_real_ranks_inside_torchrun_are_certified(inside_torchrun: Callable[..., list[RunRecord]]) -> None:
+    found = inside_torchrun(workload="pretrain", strategy="ddp")
+    assert {record.status for record in found} == {"ok"}
+    launchers = {record.spec.workload.name: record.spec.launcher.name for record in found}
+    assert launchers == {"reference": "here", "pretrain": "here"}
 
 
 def test_ranks_inside_srun(
@@ -296,7 +315,7 @@ def node(tmp_path: Path, environment: Callable[..., dict[str, str]]) -> Iterator
 def test_one_process_of_a_node_starts_the_others(tmp_path: Path, node: Callable[..., subprocess.Popen[str]]) -> None:
     write_experiment(tmp_path, base={"processes": 2})
     child = node("--processes", "2", LIGHT_S="0.2")
-    assert child.wait(90) == NOTHING_RANKED, child.communicate()
+    assert child.wait(PATIENCE_S) == NOTHING_RANKED, child.communicate()
     (record,) = records(tmp_path)
     assert (record.status, len(record.outcomes)) == ("ok", 2)
 
@@ -310,13 +329,13 @@ def test_the_others_of_a_node_end_with_it(
     await_ranks(tmp_path, 2, eventually)
     family = psutil.Process(child.pid).children(recursive=True)
     child.terminate()
-    assert child.wait(60) != 0
-    _, alive = psutil.wait_procs(family, 20)
+    assert child.wait(PATIENCE_S) != 0
+    _, alive = psutil.wait_procs(family, PATIENCE_S)
     assert not alive
     assert records(tmp_path) == []
 
 
 def test_a_node_beyond_the_number_of_nodes_is_refused(node: Callable[..., subprocess.Popen[str]]) -> None:
     child = node("--nodes", "2", "--node-rank", "2")
-    assert child.wait(60) == 2
+    assert child.wait(PATIENCE_S) == 2
     assert "--node-rank 2: expected a number below --nodes 2" in child.communicate()[1]

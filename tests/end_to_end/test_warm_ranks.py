@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 FORKED, TORCHRUN = "local", "local:warm=false"
 STRATEGIES = ("ddp", "zero:stage=3")
-# Starting torchrun takes longest. Campaigns on Slurm, SSH and Kubernetes certify DDP that it started.
+# Starting torchrun takes longest. The campaign over SSH certifies DDP that it started.
 COMPARED = "zero:stage=3"
 
 

@@ -11,16 +11,18 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline import cli
 from paceline.host.processes import end_with_parent
-from paceline.launchers.here import processes_of_job, ranks
 from paceline.results import store
-from paceline.workloads import reference
 from testbed import light
 
 
 def main(argv: list[str]) -> int:
     if argv[1] == "paceline":
+        # Only here: a rank has no need of them.
+        from paceline import cli
+        from paceline.launchers.here import processes_of_job, ranks
+        from paceline.workloads import reference
+
         ranks.WORKER = "testbed.light_rank"
         processes_of_job.PATIENCE_S = float(os.environ.get("LIGHT_PATIENCE_S", "60"))
         reference.check = lambda spec: None
