@@ -330,7 +330,7 @@ def barriers(browser: Any, scheme: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 def test_a_screen_reader_and_weak_eyes_can_use_it(opened: Any, scheme: str) -> None:
     assert barriers(opened, scheme) == []
 
@@ -462,7 +462,7 @@ def test_a_history_is_a_page_with_its_change(other: Any) -> None:
     assert len(all_of(other, "figure svg")) >= 1
 
 
-@pytest.mark.parametrize("other", ["compare", "history"], indirect=True)
+@pytest.mark.parametrize("other", ["compare", pytest.param("history", marks=pytest.mark.exhaustive)], indirect=True)
 def test_the_other_pages_have_no_barriers_and_fit_a_phone(other: Any) -> None:
     assert barriers(other, "light") == []
     assert barriers(other, "dark") == []
@@ -514,9 +514,13 @@ PICTURES = {
     "compare-1440": ("compare", 1440, 900, "light"),
     "history-1440": ("history", 1440, 900, "light"),
 }
+# More widths of pages that are pictured in another one, and a page with the look of the compared one.
+MORE_PICTURES = ("training-800", "served-400", "history-1440")
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in MORE_PICTURES)) for name in PICTURES]
+)
 def test_the_first_screen_looks_as_it_did(
     name: str, chromium: Any, page: Path, served_page: Path, other_pages: dict[str, Path], tmp_path: Path
 ) -> None:
