@@ -7,12 +7,13 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.analysis.findings import Report
-from paceline.errors import RequestError
+from paceline.errors import RequestError, Scalar
+from paceline.host import redaction
 from paceline.report.exporters._cells import STEP_CURVE, TrackedCell, require_package, tracked_cells
 from paceline.report.exporters._stream import StreamedPoint, StreamedRun
 from paceline.report.exporters.prometheus import Family
@@ -26,6 +27,8 @@ DIGEST, RUN_TAG = "paceline.digest", "paceline_run"
 SQLITE = b"SQLite format 3\0"
 # MLflow's limit of one request.
 MOST_METRICS = 1000
+# Its limit of the value of a parameter.
+LONGEST_VALUE = 6000
 
 
 def check(directory: Path) -> None:
@@ -110,8 +113,7 @@ class MlflowStream:
             client.delete_run(old.info.run_id)
         tags = {RUN_TAG: run.run}
         made = client.create_run(experiment, start_time=int(run.began_at * 1000), tags=tags, run_name=run.title)
-        for name, value in run.axes.items():
-            client.log_param(made.info.run_id, name, value)
+        _log_parameters(client, made.info.run_id, run.axes)
         return str(made.info.run_id)
 
     def gauges(self, families: Sequence[Family], at_s: float) -> None: ...
@@ -126,7 +128,7 @@ class MlflowStream:
 
 @contextlib.contextmanager
 def _named_failures(what: str) -> Iterator[None]:
-    """Turn errors of MLflow and its database into one sentence, without a password that the address may contain."""
+    """Turn errors of MLflow and its database into one sentence, without passwords and keys that the address has."""
     from mlflow.exceptions import MlflowException
 
     expected: tuple[type[Exception], ...] = (MlflowException, ImportError, OSError)
@@ -139,7 +141,7 @@ def _named_failures(what: str) -> Iterator[None]:
         yield
     except expected as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RequestError(re.sub(r"//\S*@", "//", f"{what} ({reason})")) from None
+        raise RequestError(redaction.clean_text(re.sub(r"//[^/]*@", "//", f"{what} ({reason})"))) from None
 
 
 def _client(uri: str) -> MlflowClient:
@@ -148,11 +150,23 @@ def _client(uri: str) -> MlflowClient:
     # By default an unreachable server is retried for many minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    # Results go to the given address only.
+    os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=uri)
+
+
+def _accepted(name: str) -> str:
+    """MLflow takes letters, digits and "_-. :/" in a name, no path that leads elsewhere, and at most 250 characters."""
+    return re.sub(r"[^A-Za-z0-9_. :/-]", "_", name).strip("/").replace("..", "__").replace("//", "/")[:250] or "_"
+
+
+def _log_parameters(client: MlflowClient, run: str, axes: Mapping[str, Scalar]) -> None:
+    for name, value in axes.items():
+        client.log_param(run, _accepted(name), str(value)[:LONGEST_VALUE])
 
 
 def _settle(client: MlflowClient, experiment: str, report: Report, cell: TrackedCell, known: Run | None) -> None:
@@ -174,10 +188,8 @@ def _settle(client: MlflowClient, experiment: str, report: Report, cell: Tracked
     tags = {f"paceline.{name}": text for name, text in facts.items() if text}
     at_ms = int(report.created_at * 1000)
     run = client.create_run(experiment, start_time=at_ms, tags=tags, run_name=cell.name).info.run_id
-    for name, value in cell.axes.items():
-        client.log_param(run, name, value)
-    # MLflow accepts letters, digits and "_-. :/" in a name.
-    metrics = [Metric(re.sub(r"[^\w. :/-]", "_", name), value, at_ms, 0) for name, value in cell.scalars.items()]
+    _log_parameters(client, run, cell.axes)
+    metrics = [Metric(_accepted(name), value, at_ms, 0) for name, value in cell.scalars.items()]
     metrics += [Metric(STEP_CURVE, seconds, at_ms, step) for step, seconds in enumerate(cell.steps_s)]
     for start in range(0, len(metrics), MOST_METRICS):
         client.log_batch(run, metrics=metrics[start : start + MOST_METRICS])

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.analysis.findings import Report
 from paceline.errors import RequestError
+from paceline.host import redaction
 from paceline.report.exporters._cells import STEP_CURVE, require_package, tracked_cells
 from paceline.report.exporters._folder import check_owned, mark_owned, replacing
 from paceline.report.exporters._stream import StreamedPoint, StreamedRun
@@ -151,4 +152,4 @@ def _named_failures() -> Iterator[None]:
         yield
     except (Error, ValueError) as error:
         reason = ", ".join(line.strip() for line in str(error).splitlines()[:3])
-        raise RequestError(f"--format wandb: wandb could not write ({reason})") from None
+        raise RequestError(redaction.clean_text(f"--format wandb: wandb could not write ({reason})")) from None

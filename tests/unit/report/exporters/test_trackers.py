@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.server
 import math
 import os
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -369,3 +371,75 @@ def test_names_that_no_file_system_takes_are_shortened_and_stay_apart() -> None:
     assert len(set(long)) == 2
     assert max(len(name.encode()) for name in (*long, tensorboard.safe_name("\u00fc" * 300))) <= 200
     assert tensorboard.safe_name("../../etc (abc)") == ".._.._etc (abc)"
+
+
+# --- addresses and names that are not as they should be ---
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A server of MLflow that sends everybody to another one, whose requests these are."""
+    asked: list[str] = []
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    class Given(Other):
+        def do_POST(self) -> None:
+            self.send_response(307)
+            self.send_header("Location", f"http://localhost:{other.server_address[1]}{self.path}")
+            self.end_headers()
+
+    other, given = (http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (Other, Given))
+    for server in (other, given):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{given.server_address[1]}")
+    yield asked
+    for server in (other, given):
+        server.shutdown()
+        server.server_close()
+
+
+def test_results_go_to_the_given_address_only(elsewhere: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="error code 307"):
+        plugins.load("exporters", "mlflow").check(tmp_path)
+    assert elsewhere == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:1/?api_key=a1b2c3d4e5f6g7h8",
+        "postgresql://u:a1b2c3d4e5f6g7h8 x@h/db",
+        "x://u:a1b2c3d4e5f6g7h8@h",
+    ],
+)
+def test_no_error_repeats_a_key_of_the_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(RequestError) as caught:
+        plugins.load("exporters", "mlflow").check(tmp_path)
+    assert "a1b2c3d4e5f6g7h8" not in str(caught.value)
+
+
+def test_axes_of_any_name_and_length_reach_mlflow(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    odd = {"lr[0]": 1, "../../x": 2, "/etc/passwd": "y" * 10_000, "z" * 400: 3, "\u00b2\n": 4}
+    first = next(run for run in report.runs if not run.is_reference)
+    runs = (dataclasses.replace(first, axes={**first.axes, **odd}),)
+    plugins.load("exporters", "mlflow").export(dataclasses.replace(report, runs=runs), tmp_path)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (experiment,) = [each for each in client.search_experiments() if each.name == report.title]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert {"lr_0_": "1", "__/__/x": "2", "__": "4"}.items() <= run.data.params.items()
+    assert len(run.data.params["etc/passwd"]) == 6000
