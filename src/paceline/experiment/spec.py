@@ -77,6 +77,7 @@ def measured(options: Mapping[str, Any], unmeasured: Collection[str]) -> dict[st
 # More than anyone has or waits for. Checked before anything is done for each of them.
 MOST_PROCESSES = 100_000
 MOST_RUNS = 10_000
+MOST_STEPS = 10**9
 
 
 def check_runs(where: str, count: int) -> None:
@@ -272,6 +273,7 @@ class RunSpec:
         )
         # 0: a script runs until it ends by itself.
         require(self.steps >= (0 if self.script else 1), "steps", self.steps, "a whole number from 1")
+        require(self.steps <= MOST_STEPS, "steps", self.steps, f"a whole number up to {MOST_STEPS:,}")
         require(self.reference_steps >= 2, "reference_steps", self.reference_steps, "a whole number from 2")
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "a whole number from 0")
         every = self.checkpoint_every

@@ -20,7 +20,8 @@ _KEYS = (
     r"|\d{8,10}:AA[\w-]{30,}|hooks\.slack\.com/services/[\w/]{8,}|discord(?:app)?\.com/api/webhooks/[\w/-]{8,}"
 )
 SECRET_VALUE = re.compile(
-    rf"\b(?:{_KEYS})|://[^/@\s:]*:[^/@\s]+@"
+    # A token may be the whole user of an address, as in remotes of git.
+    rf"\b(?:{_KEYS})|://[^/@\s:]*:[^/@\s]+@|://(?=[^/@\s:]{{,256}}\d)[^/@\s:]{{16,256}}@"
     # Keys of Azure, and the signatures that make a URL valid: SAS, AWS, Google.
     r"|\b(?i:AccountKey|SharedAccessKey|sig|X-Amz-Signature|X-Amz-Security-Token|X-Goog-Signature)=[\w%+/=.-]{8,}"
     r"|\b(?i:bearer|basic)\s+[\w.~+/=-]{8,}"

@@ -49,6 +49,7 @@ PLACES = (
     ("password: {}", "a", 12), ("passwd={}", "a", 12), ("db_password={}", "a", 12), ("passphrase: {}", "a", 16),
     ("access_token={}", "a", 40), ("refresh_token: {}", "a", 40), ("session_token={}", "b", 60), ("apikey={}", "a", 32),
     ("secret = {}", "a", 24), ("postgres://bench:{}@db/x", "a", 12), ("git clone https://u:{}@example.org/x", "a", 20),
+    ("origin https://{}@example.org/x.git (push)", "h", 40),
     ("-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----", "b", 64),
     ("-----BEGIN OPENSSH PRIVATE KEY-----\n{}", "b", 64),
 )  # fmt: skip
@@ -117,6 +118,7 @@ ddp-gpt2-124m-8x-r0-5e7ce447cd: ok, digest sha256:9f86d081884c7d659a2feaa0c55ad0
 GPU-1b2c3d4e-5f60-7182-93a4-b5c6d7e8f901 NCCL_SOCKET_IFNAME=eth0 CUDA_VISIBLE_DEVICES=0,1,2,3
 paceline.launchers.node.torchrun --nproc-per-node=8 -m paceline.workloads.worker results/quick/run --api-key $KEY
 the key of the mapping is missing; author: someone; basic usage: see bearer of news
+origin ssh://git@github.com/x, https://example.org/a@b, https://someone@example.org, s3://bucket-of-2026/model@v1
 HF_HOME=/data TOKENIZERS_PARALLELISM=false KEY=1 password: <hidden> password: ******
 """
 
