@@ -23,9 +23,10 @@ def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
     The limit is relative to A: percent of a rate lost, or percent of time or memory added.
     """
     beyond = [c for c in gated(found) if c.verdict == WORSE and _loss(c) > percent / 100]
-    slower = [Regression(cell=c.cell, text=change_text(c)) for c in beyond]
-    gone = [Regression(cell=x.cell, text=f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
-    return (*slower, *gone)
+    slower = [(c.cell, change_text(c)) for c in beyond]
+    gone = [(x.cell, f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
+    # One line each, whatever names and reasons hold: a line of its own may be a command to the runner of a build.
+    return tuple(Regression(cell=cell, text=" ".join(text.split())) for cell, text in (*slower, *gone))
 
 
 def least_visible(found: Between) -> Change | None:

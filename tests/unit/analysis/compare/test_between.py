@@ -354,6 +354,14 @@ class TestGate:
         assert len(regressions(found, 50)) == 1
         assert compare_experiments(flaky, failed(now, 2)).lost == ()
 
+    def test_a_regression_is_one_line_whatever_a_rank_said(self, folder: Builder) -> None:
+        """A build that prints it would obey a line of its own: `::add-mask::x` is a command there."""
+        said = "lost\r\n::add-mask::x\n\u2028::error::y"
+        now = [dataclasses.replace(r, status=Status.FAILED, error=said) for r in later(folder(ddp=1.0))]
+        (only,) = regressions(compare_experiments(folder(ddp=1.0), now), 5)
+        assert only.text.endswith(": lost ::add-mask::x ::error::y)")
+        assert only.text.splitlines() == [only.text]
+
     def test_a_cell_in_both_folders_without_a_pair_is_named(self, folder: Builder, golden: object) -> None:
         broken = [
             r if r.is_reference else dataclasses.replace(r, status=Status.OOM, error="no room") for r in folder(ddp=1.0)
