@@ -9,6 +9,7 @@ rate is an upper limit.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import select
 import shutil
@@ -30,22 +31,26 @@ PATIENCE_S = 60.0
 
 
 def why_not() -> str | None:
-    """What prevents emulated networks on this machine; None if nothing does.
-
-    A child process tries, because a process cannot easily leave a namespace again.
-    """
+    """What prevents emulated networks on this machine; None if nothing does."""
     needs = "an emulated network (local:network_mbit)"
     if sys.platform != "linux" or os.geteuid() != 0:
         return f"{needs} needs network namespaces, which only root on Linux may make"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"{needs} needs {' and '.join(missing)} (iproute2), which this machine does not have"
+    lacks = _what_the_kernel_lacks()
+    return None if lacks is None else f"{needs} needs {lacks}"
+
+
+@functools.cache
+def _what_the_kernel_lacks() -> str | None:
+    """Try it in a child process, because a process cannot easily leave a namespace again. Every cell of a plan asks."""
     limits = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_limit(100.0)]
     try:
         tried = subprocess.run(limits, capture_output=True, text=True, check=False, preexec_fn=enter_new)
     except (OSError, subprocess.SubprocessError):
-        return f"{needs} needs network namespaces, which this kernel or container does not allow"
+        return "network namespaces, which this kernel or container does not allow"
     if tried.returncode:
-        return f"{needs} needs the queueing discipline tbf, which this kernel lacks ({tried.stderr.strip()[:80]})"
+        return f"the queueing discipline tbf, which this kernel lacks ({tried.stderr.strip()[:80]})"
     return None
 
 

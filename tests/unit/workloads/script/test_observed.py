@@ -31,6 +31,8 @@ assert importlib.util.find_spec("torch").origin.endswith("__init__.py")
 import torch
 
 if "--ranks" in sys.argv:
+    import gc, torch._dynamo  # once, not in each of them at its first step; nor do both look through it for garbage
+    gc.freeze()
     child = os.fork()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "0" if child == 0 else "1", "2"
 torch.manual_seed(0)
