@@ -8,8 +8,8 @@
 Whatever the input, there is no traceback, none takes more than 5 s of processor time (user and system, all threads) or
 60 s by the clock, and the process, all inputs together, needs at most 1 GB of data. A sealed input is read as damaged
 or harmless, never as other numbers. Each input has its own seed, which a failure names: `fuzz.py TARGET 1 --seed N`
-repeats it. The last line is a summary as JSON; the exit code is 1 if there was a failure. `test_fuzz.py` runs a few
-hundred of each.
+repeats it. The last line is a summary as JSON; the exit code is 1 if there was a failure. `test_fuzz.py` runs some
+of each.
 
 The processor's time is the limit because the clock also counts what other programs take from a busy machine; the limit
 of the clock finds an input that waits. Three inputs are tried before the first, so that none pays for imports.
@@ -172,11 +172,11 @@ class Runs:
         self.folder, self._runs = folder / "mutated", []
         for number, archive in enumerate((ROOT / "tests/golden/capsules").glob("*.tar.gz")):
             self._take(archive, folder / f"golden-{number}", 3)
+        # Neighbours of runs that are not theirs take time and show nothing.
+        self.neighbours = [store.read_run(run) for run in self._runs if "tiny" in run.name]
+        assert len(self.neighbours) == 3
         for archive in sorted((ROOT / "docs/measured").glob("*/runs.tar.gz")):
             self._take(archive, folder / archive.parent.name, 1)
-        self.neighbours = [store.read_run(run) for run in self._runs if "tiny" in run.name]
-        # Neighbours of runs that are not theirs take time and show nothing.
-        assert len(self.neighbours) == 3
 
     def _take(self, archive: Path, target: Path, count: int) -> None:
         from paceline.results import store
