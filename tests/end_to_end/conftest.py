@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
     "global_batch": 8,
     "processes": 2,
     "steps": 4,
-    "warmup": {"minimum": 1, "maximum": 2, "window": 2},
+    "warmup": {"minimum": 1, "maximum": 1, "window": 2},
     "timeout_s": 300.0,
     "stall_s": 200.0,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline import cli
 from paceline.results import store
 from paceline.results.served_samples import CeilingSample
 from paceline.serving import client_ceiling
@@ -112,8 +113,11 @@ def test_nobody_there_and_another_model(start: Start, asked: Any, tmp_path: Path
         ("engine=vllm2", "engine: got 'vllm2'"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(asked: Any, setting: str, words: str) -> None:
-    done = asked(setting)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_what_cannot_be_is_one_sentence(
+    setting: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "asked.yaml").write_text(FILE)
+    assert cli.main(["run", str(tmp_path / "asked.yaml"), "--out", str(tmp_path), "--set", setting]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1

@@ -23,7 +23,6 @@ FOUR = (*(("mesh:shard=2,prefetch=2",) if EXHAUSTIVE else ()), "mesh:tp=2,shard=
 EIGHT = ("mesh:tp=2,pp=2,shard=2",) if EXHAUSTIVE else ()
 # Each operation of a layout is many of Python: as few micro batches as tell a sum from its parts.
 STEPS = 3
-WARMUP = {"minimum": 1, "maximum": 1, "window": 2}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def layouts(campaign: Callable[..., Any]) -> Any:
         {"strategy": list(FOUR), "processes": [4]},
         *({"strategy": [strategy], "processes": [8]} for strategy in EIGHT),
     ]
-    return campaign("layouts", matrix, model="tiny:hidden=64", micro_batch=2, steps=STEPS, warmup=WARMUP)
+    return campaign("layouts", matrix, model="tiny:hidden=64", micro_batch=2, steps=STEPS)
 
 
 def runs(layouts: Any) -> list[RunRecord]:
@@ -93,7 +92,7 @@ MIXED = (*(("mesh:ep=2,shard=4",) if EXHAUSTIVE else ()), "mesh:pp=2,ep=2")
 @pytest.fixture(scope="module")
 def mixtures(campaign: Callable[..., Any]) -> Any:
     matrix = [{"strategy": list(MIXED), "processes": [4]}]
-    return campaign("mixtures", matrix, model="tiny-moe:hidden=32", micro_batch=2, steps=STEPS, warmup=WARMUP)
+    return campaign("mixtures", matrix, model="tiny-moe:hidden=32", micro_batch=2, steps=STEPS)
 
 
 def test_experts_on_other_ranks_are_certified_with_every_choice(mixtures: Any) -> None:

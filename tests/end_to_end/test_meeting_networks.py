@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from testbed import ONE_SUM
 from testbed.networks import Network, why_not
 from testbed.networks import network as built_network
 
@@ -100,12 +101,10 @@ def start(
 def test_ranks_meet_over_the_interface_that_leads_to_the_other_host(
     start: Start, make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
-    """By torchrun, with nothing said about interfaces: gloo would look up the host's name and find loopback."""
-    workload = "collectives:dtypes=fp32,warmup=1,iters=2,operations=all_reduce,tournament=false,overlap=false"
-    workload += ",min_bytes=1KiB,max_bytes=1KiB"
-    spec = make_spec(None, processes=1, nodes=2, workload=workload, timeout_s=150.0, telemetry_hz=0.0)
+    """With nothing said about interfaces: gloo would look up the host's name and find loopback."""
+    spec = make_spec(None, processes=1, nodes=2, workload=ONE_SUM, timeout_s=300.0, telemetry_hz=0.0)
     home = store.create(tmp_path, spec)
-    agents = [start(spec, node, home=home) for node in (0, 1)]
+    agents = [start(spec, node, "--runner=testbed.bare", home=home) for node in (0, 1)]
     for node, agent in enumerate(agents):
         receiver, told = agent.end()
         assert receiver.arrivals[node].is_whole, told
@@ -128,7 +127,7 @@ def test_replicas_of_both_hosts_are_asked_from_the_first(
         engine=Choice("testbed.replicas"),
         serving=Serving(requests=20, max_tokens=4, concurrency=4, warmup_requests=1, request_timeout_s=60.0),
         data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=4"),
-        timeout_s=150.0,
+        timeout_s=300.0,
         telemetry_hz=0.0,
     )
     home = store.create(tmp_path, spec)

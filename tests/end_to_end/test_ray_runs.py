@@ -51,7 +51,7 @@ BASE: dict[str, Any] = {
     "nodes": 2,
     "processes": 1,
     "steps": 4,
-    "warmup": {"minimum": 1, "maximum": 2, "window": 2},
+    "warmup": {"minimum": 1, "maximum": 1, "window": 2},
     "timeout_s": 300.0,
     "stall_s": 200.0,
 }
