@@ -31,6 +31,7 @@ BASE = {
 SMALL = "small:layers=2"
 MEMORY = {"workload": "memory", "model": SMALL, "processes": 2, "sequence_length": 128, "micro_batch": 4}
 ZERO = ("zero:stage=2", "zero:stage=3") if EXHAUSTIVE else ("zero:stage=2",)
+LAYOUTS = ["tp", "pp", "cp", "cp:attention=ulysses"] if EXHAUSTIVE else ["tp", "pp"]
 FRONTIER = {"workload": "frontier:limit_gib=0.2,most=32", "strategy": "single", "processes": 1}
 
 
@@ -66,6 +67,7 @@ def components(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> Report:
     matrix = [
         {"strategy": ["ddp", "fsdp2"], "accumulation": [2]},
         {"strategy": list(ZERO), "accumulation": [2], "bucket_mb": [4.0]},
+        {"strategy": LAYOUTS, "model": ["tiny-llama"], "accumulation": [2], "sequence_length": [32]},
         # 16-bit arithmetic is emulated on most CPUs: fewer and shorter sequences.
         {
             "strategy": ["fsdp2"],
@@ -84,7 +86,7 @@ def components(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> Report:
 
 
 def test_every_peak_was_predicted(components: Report) -> None:
-    assert len(components.memory) == 3 + len(ZERO)
+    assert len(components.memory) == 3 + len(ZERO) + len(LAYOUTS)
     for row in components.memory:
         assert row.error_ratio is not None, row.note
         assert abs(row.error_ratio) < 0.02, (row.axes["strategy"], row.error_ratio)

@@ -151,6 +151,8 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
 
     def keeps(fields: Mapping[str, Any]) -> bool:
         plain = _plain({**base, **fields})
+        if experiment.exclude and plain.get("processes") == ALL:
+            plain["processes"] = offered(_launcher(plain), device).processes
         return not any(
             all(plain.get(key) in (value if isinstance(value, list) else [value]) for key, value in rule.items())
             for rule in experiment.exclude

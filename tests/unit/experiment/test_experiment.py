@@ -236,6 +236,18 @@ def test_all_processes_are_the_cores_this_process_may_use(file: Any, monkeypatch
     assert spec.topology.world_size == 3
 
 
+@pytest.mark.parametrize(("devices", "cells"), [(1, 12), (2, 36)])
+def test_long_splits_sequences_only_where_there_are_several_gpus(
+    monkeypatch: pytest.MonkeyPatch, devices: int, cells: int
+) -> None:
+    """Rules of `exclude` see how many processes `all` is."""
+    monkeypatch.setattr(machine, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(machine, "device_count", lambda: devices)
+    specs = expansion.load("long")
+    assert len(specs) == cells
+    assert len({(s.workload.name, s.work) for s in specs}) == 12, "equal work at each length"
+
+
 # --- global batch ---
 
 

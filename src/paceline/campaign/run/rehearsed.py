@@ -45,8 +45,6 @@ class Rehearsed:
 
 def refusal(one: Setup) -> str | None:
     """Why a setup cannot be rehearsed; None if it can."""
-    if one.tp * one.pp * one.cp > 1:
-        return "only data parallelism and sharding can be rehearsed"
     if one.software.name not in _OWN_PROGRAMS:
         return f"{one.software.name} is not Paceline's program"
     if one.gpu.generation not in _MAJOR:

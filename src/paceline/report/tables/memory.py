@@ -74,19 +74,12 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
 
         return numeric(f"{name}, {unit.unit}", priority), cell
 
-    def error(row: MemoryRow) -> Cell:
-        if row.error_ratio is None:
-            return Cell(MISSING)
-        text = format_number(100 * row.error_ratio, 1)
-        sign = "" if row.error_ratio < 0 or text == "0.0" else "+"
-        return Cell(f"{sign}{text}", "", "bad" if abs(row.error_ratio) > GOOD_ERROR else "")
-
     columns: tuple[Filled[MemoryRow], ...] = (
         (Column("what", prose=True), lambda row: names[row.cell]),
         *(component(name, i + 1) for i, name in enumerate(shown)),
         (numeric(f"peak, {unit.unit}"), lambda row: number(row.measured.get("peak"))),
         (numeric(f"predicted, {unit.unit}"), lambda row: number(row.predicted.get("peak"))),
-        (numeric("error, %"), error),
+        (numeric("error, %"), lambda row: error_cell(row.error_ratio)),
     )
     ordered = sorted(rows, key=lambda row: names[row.cell])
     notes = [
@@ -101,6 +94,15 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
         )
     notes += dict.fromkeys(f"{names[row.cell]}: {row.note}" for row in ordered if row.note)
     return filled("Memory by component", ordered, columns, notes, lambda row: (row.cell,))
+
+
+def error_cell(ratio: float | None) -> Cell:
+    """The error of a prediction with its sign, marked if it is large."""
+    if ratio is None:
+        return Cell(MISSING)
+    text = format_number(100 * ratio, 1)
+    sign = "" if ratio < 0 or text == "0.0" else "+"
+    return Cell(f"{sign}{text}", "", "bad" if abs(ratio) > GOOD_ERROR else "")
 
 
 def _percent(ratio: float) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import require
 from paceline.experiment.choices import Choice
-from paceline.experiment.layout import declared_layout
 from paceline.experiment.plugins import Traits, load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
@@ -42,8 +41,6 @@ def check(spec: RunSpec) -> str | None:
 
 
 def check_training(spec: RunSpec) -> str | None:
-    if declared_layout(spec) is not None:
-        return f"memory by component is not predicted for the strategy {spec.strategy}; pretrain measures its peak"
     if spec.training.precision.is_8bit:
         precision = spec.training.precision.compute
         return f"memory by component is not predicted for precision {precision}; pretrain measures its peak"
@@ -160,7 +157,7 @@ class Prediction:
         if self.future is None:
             return f"none: {self.reason}"
         error = self.future.exception()
-        return "made" if error is None else f"none: {type(error).__name__}: {error}".split("\n")[0]
+        return "made" if error is None else f"none: {type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
     def samples(self, rank: int) -> Iterator[ComponentSample]:
         if self.future is None or self.future.exception() is not None:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.layout import declared_layout, layout_of
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
@@ -137,6 +138,9 @@ def shorter_sequences(spec: RunSpec) -> Alternative | None:
         length //= 2
     if not lengths:
         return None
+    if layout_of(spec).cp > 1:
+        # Ranks that share a sequence were told its length when they were set up.
+        lengths = lengths[:1]
     shorter = replace(spec, training=replace(t, sequence_length=lengths[0]))
     return Alternative(shorter, tuple((t.micro_batch, length) for length in lengths), keeps_work=False)
 
@@ -147,9 +151,14 @@ def _more_checkpointing(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _more_sharding(spec: RunSpec) -> tuple[str, ...]:
-    """Strategies that shard more than the run's; none for one process."""
+    """Strategies that shard more than the run's; none for one process. A layout shards its weights over all data
+    parallel ranks: another strategy would have other replicas, and so another global batch."""
     if spec.topology.world_size == 1 or spec.strategy is None:
         return ()
+    if layout := declared_layout(spec):
+        if layout.shard == layout.data_ranks:
+            return ()
+        return (str(replace(spec.strategy, options={**spec.strategy.options, "shard": layout.data_ranks})),)
     stage = spec.strategy.options.get("stage", 1)
     name = f"zero:stage={stage}" if spec.strategy.name == "zero" else spec.strategy.name
     return SHARDING[_COVERED.get(name, 0) :]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,8 +54,9 @@ class Ledger(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage, unless it is known already. Tensors on the meta device have no memory."""
-        if tensor.device.type == "meta":
+        """Add a tensor's storage, unless it is known already. Tensors on the meta device have no memory, nor has the
+        wrapper of a collective's result, which is a tensor of its own."""
+        if tensor.device.type == "meta" or isinstance(tensor, AsyncCollectiveTensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

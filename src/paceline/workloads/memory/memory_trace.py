@@ -61,6 +61,10 @@ class TracedTrainer:
         return self._trainer.updates
 
     @property
+    def _interleaves(self) -> bool:
+        return getattr(self._trainer, "interleaves", False)
+
+    @property
     def _is_traced(self) -> bool:
         return self._steps == self._step
 
@@ -71,12 +75,17 @@ class TracedTrainer:
             self._start()
             self._read("begin")
         loss = self._trainer.forward(tokens, labels, normaliser, last)
-        if first:
+        if first and not self._interleaves:
             self._read("forward")
         return loss
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        self._trainer.backward(loss, last)
+        if self._is_traced and self._interleaves:
+            # A pipeline runs every forward pass in here.
+            with self.at_first_backward(lambda: self._read("forward")):
+                self._trainer.backward(loss, last)
+        else:
+            self._trainer.backward(loss, last)
         if last and self._is_traced:
             self._read("backward")
             storages = _storages(_gradients(self._trainer))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 import paceline.training.decoder
 from paceline.contract import Seat, Trainer
+from paceline.experiment.layout import declared_layout, layout_of
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
+from paceline.host.processes import end_with_parent
 from paceline.results.memory_components import components, largest_fitting
 from paceline.workloads.memory.ledger import Ledger
 from paceline.workloads.memory.memory_trace import TracedTrainer
@@ -65,9 +69,27 @@ class Answer:
 
 
 def rehearse(question: Question) -> Answer:
-    """Predict memory; must be called in a fresh process."""
+    """Predict the memory of the process with the highest peak; must be called in a fresh process."""
+    ranks = unlike_ranks(question.spec)
+    if len(ranks) == 1:
+        return _rehearse(question, ranks[0])
+    # Each in a process of its own: torch keeps what it derived for the tensors of one rank.
+    with ProcessPoolExecutor(1, mp_context=get_context("fork"), initializer=end_with_parent) as pool:
+        others = [pool.submit(_rehearse, question, rank) for rank in ranks[1:]]
+        answers = [_rehearse(question, ranks[0]), *(future.result() for future in others)]
+    return max(answers, key=lambda answer: _known(answer.components["peak"]))
+
+
+def unlike_ranks(spec: RunSpec) -> tuple[int, ...]:
+    """Ranks of which one has the highest peak. All are alike but in a pipeline, whose first rank keeps the activations
+    of most micro batches, and whose last one has the logits."""
+    layout = layout_of(spec)
+    return (0,) if layout.pp == 1 or layout.v_shaped else (0, layout.world_size - layout.world_size // layout.pp)
+
+
+def _rehearse(question: Question, rank: int) -> Answer:
     spec = question.spec
-    stage = Stage(spec, question.workspace_bytes)
+    stage = Stage(spec, question.workspace_bytes, rank)
     own = spec.training.micro_batch
     with stage.set_up():
         answer = stage.step(own)
@@ -94,11 +116,14 @@ def _known(value: int | None) -> int:
 
 
 class Stage:
-    """A trainer on fake tensors that runs steps of any micro batch."""
+    """The trainer of one rank on fake tensors, that runs steps of any micro batch."""
 
-    def __init__(self, spec: RunSpec, workspace_bytes: int) -> None:
-        accumulation = min(spec.training.accumulation, MICRO_BATCHES)
+    def __init__(self, spec: RunSpec, workspace_bytes: int, rank: int) -> None:
+        # A pipeline has several micro batches in flight.
+        most = spec.training.accumulation if layout_of(spec).pp > 1 else MICRO_BATCHES
+        accumulation = min(spec.training.accumulation, most)
         self.spec = replace(spec, training=replace(spec.training, accumulation=accumulation))
+        self.rank = rank
         self.on_gpu = spec.topology.device == "cuda"
         self.workspace_bytes = workspace_bytes
         self.ledger = FakeLedger(on_gpu=self.on_gpu)
@@ -113,10 +138,10 @@ class Stage:
 
         size = self.spec.topology.world_size
         os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
-        os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(size)}
-        dist.init_process_group("fake", world_size=size, rank=0, store=FakeStore())
+        os.environ |= {"LOCAL_RANK": "0", "RANK": str(self.rank), "WORLD_SIZE": str(size)}
+        dist.init_process_group("fake", world_size=size, rank=self.rank, store=FakeStore())
         assert self.spec.strategy is not None
-        seat = Seat(rank=0, local_rank=0, world_size=size, device="cpu")
+        seat = Seat(rank=self.rank, local_rank=0, world_size=size, device="cpu")
         with contextlib.ExitStack() as stack:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             for context in (patched(self.spec, self.on_gpu), attention_backends("cpu"), fake, self.ledger.counting()):
@@ -198,14 +223,15 @@ def patched(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
     import torch.nn.parallel as parallel
     import torch.nn.parallel.distributed as data_parallel
 
-    real_mesh = device_mesh.init_device_mesh
-
-    def mesh(*args: Any, **kwargs: Any) -> Any:
+    def with_values(call: Any) -> Any:
         from torch.utils._python_dispatch import _disable_current_modes
 
         # A mesh looks up its own rank by value.
-        with _disable_current_modes():
-            return real_mesh(*args, **kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return call(*args, **kwargs)
+
+        return called
 
     with contextlib.ExitStack() as stack:
 
@@ -213,7 +239,10 @@ def patched(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
-        put(device_mesh, "init_device_mesh", mesh)
+        put(device_mesh, "init_device_mesh", with_values(device_mesh.init_device_mesh))
+        for name in ("__getitem__", "_concatenate"):  # torch 2.11 has no second one
+            if hasattr(device_mesh.DeviceMesh, name):
+                put(device_mesh.DeviceMesh, name, with_values(getattr(device_mesh.DeviceMesh, name)))
         put(data_parallel, "_verify_param_shape_across_processes", lambda *_, **__: None)
         put(data_parallel, "_sync_module_states", lambda *_, **__: None)
         put(parallel, "DistributedDataParallel", _data_parallel())
@@ -221,6 +250,18 @@ def patched(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
         put(paceline.training.decoder, "fill", lambda *_, **__: None)
         for name in ("to", "float", "half", "bfloat16"):
             put(paceline.training.decoder.Decoder, name, _cast)
+        if declared_layout(spec) is not None:
+            from torch.distributed.pipelining import schedules
+
+            from paceline.training.strategies._mesh import context
+            from paceline.training.strategies._mesh import stage as stages
+
+            put(stages, "fill", _allocate)
+            if on_gpu:
+                put(context, "kernel_for", lambda q: context.gpu_kernel(q.dtype))
+            put(stages.Stage, "to", _cast)
+            if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # from torch 2.13 on
+                put(schedules._PipelineSchedule, "_warmup_p2p", _agree_on_shapes)
         if on_gpu:
             put(F, "rms_norm", FusedRMSNorm.call)
             put(F, "scaled_dot_product_attention", gpu_attention)
@@ -248,6 +289,23 @@ def _cast(module: nn.Module, *targets: Any, dtype: torch.dtype | None = None, **
                 cast = parameter.detach().to(target)
                 each._parameters[name] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
     return module
+
+
+def _allocate(stage: Any, *_: Any) -> None:
+    """The stage of a mesh with parameters that have memory but no values; `Module.to_empty` cannot swap fake ones."""
+    for each in stage.modules():
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None:
+                each._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
+    stage.tie()
+
+
+def _agree_on_shapes(_schedule: Any, stages: Any, *_: Any, **__: Any) -> None:
+    """Ranks of a pipeline vote whether all know the shapes that they exchange. They do; a fake group has no votes."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
 
 
 class Packed:

@@ -48,6 +48,11 @@ def test_one_setting_at_a_time_and_the_work_is_kept_as_long_as_it_can_be() -> No
     assert [each.keeps_work for each in single_changes(spec())] == [True] * 8 + [False]
 
 
+def test_a_layout_shards_more_without_other_replicas() -> None:
+    asked = spec("mesh:dp=2,cp=2", checkpointing="full", micro_batch=1)
+    assert changes(asked) == ["", "mesh:dp=2,cp=2,shard=4", "sequence length 256"]
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "accumulation", "smaller"),
     [(6, 1, [(3, 2), (2, 3), (1, 6)]), (4, 3, [(3, 4), (2, 6), (1, 12)]), (1, 4, []), (7, 1, [(1, 7)])],

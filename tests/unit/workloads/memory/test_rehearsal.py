@@ -52,6 +52,9 @@ CASES: dict[str, Question] = {
     "selective": Question(spec(checkpointing="selective")),
     "llama cpu": Question(spec(model="tiny-llama:layers=1", compute="bf16")),
     "llama gpu": Question(spec(model="tiny-llama:layers=1", compute="bf16", device="cuda"), workspace_bytes=1 << 20),
+    "tensor": Question(spec("mesh:tp=2", 2)),
+    "context": Question(spec("mesh:cp=2", 2)),
+    "pipeline": Question(spec("mesh:pp=2", 2, "tiny", accumulation=2)),
     "search": Question(spec(), capacity_bytes=20 << 20, most=512),
 }
 
@@ -94,6 +97,21 @@ def test_state_is_exact(answers: dict[str, Answer], name: str, parameters: int, 
     assert found["optimizer"] == optimizer + 4 * TENSORS
     assert found["gradients"] is not None
     assert gradients <= found["gradients"] <= gradients + 64  # and the loss
+
+
+def test_layouts_split_what_they_say(answers: dict[str, Answer]) -> None:
+    """Tensor parallelism leaves norms, positions and biases of row-parallel layers whole; context parallelism all."""
+    single, tensor, context, pipeline = (answers[n].components for n in ("single", "tensor", "context", "pipeline"))
+    whole = single["parameters"] or 0
+    assert context["parameters"] == whole
+    assert whole / 2 < (tensor["parameters"] or 0) < 0.6 * whole
+    # Of two layers the first stage has one, with embedding and positions and without the last norm, and two micro
+    # batches in flight.
+    assert pipeline["parameters"] == whole - 8 * SHAPE.hidden
+    assert 1.5 < (pipeline["activations"] or 0) / (single["activations"] or 1) < 2
+    # FSDP2 keeps a gathered copy of the weights from the forward pass on.
+    own = (context["activations"] or 0) - whole
+    assert 0.45 < own / (single["activations"] or 1) < 0.65
 
 
 def test_ddp_holds_gradients_twice_while_it_accumulates(answers: dict[str, Answer]) -> None:

@@ -105,9 +105,11 @@ class Kernel(NamedTuple):
 
 def kernel_for(q: Tensor) -> Kernel:
     """torch's flash kernel of the device; fp32 on a GPU has the memory-efficient one."""
-    if not q.is_cuda:
-        return Kernel(_cpu_forward, _cpu_backward)
-    if q.dtype == torch.float32:
+    return gpu_kernel(q.dtype) if q.is_cuda else Kernel(_cpu_forward, _cpu_backward)
+
+
+def gpu_kernel(dtype: torch.dtype) -> Kernel:
+    if dtype == torch.float32:
         return Kernel(_efficient_forward, _efficient_backward)
     return Kernel(_flash_forward, _flash_backward)
 

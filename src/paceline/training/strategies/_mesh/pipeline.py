@@ -53,18 +53,11 @@ class Times:
     @contextmanager
     def of(self, schedule: Any) -> Iterator[None]:
         """Time the schedule and every piece of its work."""
-        parts = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
         names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-        timed = [(part, name) for part in parts for name in names]
-        try:
-            for part, name in timed:
-                setattr(part, name, self._timed(getattr(part, name)))
+        with _replaced(schedule, names, self._timed):
             began = self._now()
             yield
             self.wall_s += self._now() - began
-        finally:
-            for part, name in timed:
-                part.__dict__.pop(name, None)
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -79,3 +72,36 @@ class Times:
         if self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+@contextmanager
+def before_first_backward(schedule: Any, read: Callable[[], None]) -> Iterator[None]:
+    """Call `read` before the first backward pass of each run of the schedule."""
+    left = [read]
+
+    def reading(work: Callable[..., Any]) -> Callable[..., Any]:
+        def first_read(*args: Any, **kwargs: Any) -> Any:
+            if left:
+                left.pop()()
+            return work(*args, **kwargs)
+
+        return first_read
+
+    with _replaced(schedule, ("backward_one_chunk",), reading):
+        yield
+
+
+@contextmanager
+def _replaced(
+    schedule: Any, names: Sequence[str], replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace methods of all stages of a schedule."""
+    parts = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    replaced = [(part, name) for part in parts for name in names]
+    try:
+        for part, name in replaced:
+            setattr(part, name, replacement(getattr(part, name)))
+        yield
+    finally:
+        for part, name in replaced:
+            part.__dict__.pop(name, None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class MeshTrainer(TorchTrainer):
         self.interleaves = layout.pp > 1
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.schedule: Any = None
-        self.times: pipeline.Times | None = None
+        self.scheduled = torch.Size()
+        # A context around each run of the schedule, which it is given.
+        self.watching: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     # --- forward and backward ---
 
@@ -122,12 +125,12 @@ class MeshTrainer(TorchTrainer):
         tokens, labels = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
         self.waiting.clear()
         self.sync(False)
-        if self.schedule is None:
-            self.schedule = self._schedule(len(tokens))
+        if tokens.shape != self.scheduled:
+            self.schedule, self.scheduled = self._schedule(*tokens.shape), tokens.shape
         losses: list[Tensor] = []
         given = (tokens,) if self.layout.has_first(self.rank) else ()
         more = {"return_outputs": False} if "return_outputs" in inspect.signature(self.schedule.step).parameters else {}
-        with self._loss_context(), self.times.of(self.schedule) if self.times else contextlib.nullcontext():
+        with self._loss_context(), self.watching(self.schedule):
             target = labels if self.layout.has_last(self.rank) else None
             self.schedule.step(*given, target=target, losses=losses, **more)
         accumulation = self.training.accumulation / self.layout.cp
@@ -137,15 +140,27 @@ class MeshTrainer(TorchTrainer):
     @contextlib.contextmanager
     def timing(self) -> Iterator[pipeline.Times]:
         """Time the pipeline of the steps inside, which waits for the device at every piece of work."""
-        self.times = pipeline.Times(self.seat.device)
-        try:
-            yield self.times
-        finally:
-            self.times = None
+        times = pipeline.Times(self.seat.device)
+        with self._watched(times.of):
+            yield times
 
-    def _schedule(self, batch: int) -> Any:
+    def at_first_backward(self, read: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """In the steps inside, call `read` before the first backward pass: all forward passes of the pipeline's start
+        are done then, so their activations are complete."""
+        return self._watched(partial(pipeline.before_first_backward, read=read))
+
+    @contextlib.contextmanager
+    def _watched(self, watching: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        before, self.watching = self.watching, watching
+        try:
+            yield
+        finally:
+            self.watching = before
+
+    def _schedule(self, batch: int, length: int) -> Any:
+        """A schedule for so many sequences, of which this rank has so many tokens each."""
         count = self.layout.micro_batches or self.training.accumulation
-        length, tp = self.training.sequence_length // self.layout.cp, self.layout.tp
+        tp = self.layout.tp
         rows, dtype = batch // count, DTYPES[self.training.precision.base]
         between = torch.empty(
             (rows, length // (tp if self.layout.sequence_parallel else 1), self.shape.hidden),
