@@ -12,7 +12,7 @@ import zoneinfo
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
-from functools import cached_property
+from functools import cache, cached_property
 
 from cronsim import CronSim, CronSimError
 
@@ -148,8 +148,14 @@ def _numbers(values: Collection[int], full: int, digits: int = 1) -> str:
     return "*" if len(values) == full else ",".join(f"{value:0{digits}d}" for value in sorted(values))
 
 
+@cache
+def _zones() -> frozenset[str]:
+    """The time zones of this host. Listing them opens every file of the database."""
+    return frozenset(zoneinfo.available_timezones())
+
+
 def _check_zone(name: str) -> None:
-    known = zoneinfo.available_timezones()
+    known = _zones()
     if not known:
         raise RequestError("--timezone: this host has no time zone database. Run `pip install tzdata`.")
     if name not in known:
