@@ -37,7 +37,8 @@ def write_run(folder: Path, ranks: int) -> Path:
         _write_run(folder, each)
     run_dir = folder / spec.experiment / spec.run_id
     _add_hosts(run_dir, spec)
-    store.seal(run_dir, Status.OK, None, 0.0, 1.0)
+    steps = store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps
+    store.seal(run_dir, Status.OK, None, 0.0, 1.0, steps=steps)
     return run_dir
 
 

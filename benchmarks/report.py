@@ -93,7 +93,8 @@ def _write_run(folder: Path, spec: RunSpec) -> None:
             )  # fmt: skip
             lines.write(store.sample_line(wire))
         store.write_outcome(run_dir, _outcome(spec, rank))
-    store.seal(run_dir, Status.OK, None, 0.0, 1.0)
+    steps = store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps
+    store.seal(run_dir, Status.OK, None, 0.0, 1.0, steps=steps)
 
 
 def _step(spec: RunSpec, rank: int, step: int, noise: random.Random) -> StepSample:

@@ -20,7 +20,7 @@ from paceline.results import samples, store
 from paceline.results.records import AttemptSample
 from paceline.results.samples import number_of
 
-FILE = "samples-attempts.jsonl"
+FILE = samples.ATTEMPTS
 JOB = store.JOB
 INTERRUPTED = "interrupted"
 RESTARTS = "restarts"

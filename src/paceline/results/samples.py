@@ -60,6 +60,14 @@ class StepSeries(Sequence[StepSample]):
         self._length = len(self._columns["step"])
 
     @classmethod
+    def from_columns(cls, columns: Mapping[str, Column]) -> StepSeries:
+        """The series with these columns: one per field, all of one length."""
+        series = cls()
+        series._columns = {name: columns[name] for name in cls.FIELDS}
+        series._length = len(series._columns["step"])
+        return series
+
+    @classmethod
     def of(cls, samples: Iterable[StepSample]) -> StepSeries:
         return samples if isinstance(samples, cls) else cls(columns_of([cls.values_of(sample) for sample in samples]))
 
@@ -126,6 +134,36 @@ _WHOLE_STEP = len(StepSeries.FIELDS) + 1
 _step_values = itemgetter(*StepSeries.FIELDS)
 
 
+# How a line of a step begins, as ranks write it.
+STEP_LINE = '{"kind": "step"'
+
+
+def step_rules() -> Mapping[str, Rule]:
+    """The rule of each field of a step."""
+    return _rules()[StepSample.kind].fields or {}
+
+
+def others_of(paths: Sequence[Path]) -> list[Sample]:
+    """All samples but steps of a run in one attempt whose steps are known."""
+    try:
+        # All files at once: most have a few such lines.
+        rows = _parsed("\n".join(filter(None, (_without_steps(_text(path)) for path in paths))))
+        fits = _fit(rows)
+    except (ValueError, RecursionError, MemoryError):
+        fits = False
+    if not fits:
+        for path in paths:
+            if not _fit(own := _rows(path)):
+                raise _damage(path, own)
+    if not fits or any(row["kind"] == StepSample.kind for row in rows):
+        raise damaged(paths[0].parent, f"{paths[0].name} and others: a step is not among the columns")
+    return list(map(_sample, rows))
+
+
+def _without_steps(lines: str) -> str:
+    return "\n".join(line for line in lines.split("\n") if not line.startswith(STEP_LINE))
+
+
 def collect(path: Path, steps: list[Columns], others: list[Sample]) -> None:
     """Append the samples of one rank, steps as columns: one object per step would take longer than reading."""
     rows = _rows(path)
@@ -153,8 +191,7 @@ def _whole_steps(rows: Sequence[Mapping[str, Any]]) -> Columns | None:
         return None
     # KeyError: as many fields, but not these.
     columns = tuple(zip(*map(_step_values, rows), strict=True))
-    rules = _rules()[StepSample.kind].fields
-    assert rules is not None
+    rules = step_rules()
     fits = all(rules[name].fits(column) for name, column in zip(StepSeries.FIELDS, columns, strict=bool(columns)))
     return columns if fits else None
 
@@ -168,28 +205,36 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a file, not checked yet."""
-    from pydantic_core import from_json
+    whole = _text(path)
+    try:
+        return _parsed(whole)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path.parent, f"{path.name} is not valid JSON ({error})") from None
+    except MemoryError:
+        raise damaged(path.parent, f"{path.name} does not fit into memory") from None
 
+
+def _text(path: Path) -> str:
+    """The whole lines of a file, joined; one that was cut off is left out."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
     except MemoryError:
         raise damaged(path.parent, f"{path.name} does not fit into memory") from None
+    return text[: max(text.rfind("\n"), 0)]
+
+
+def _parsed(lines: str) -> list[dict[str, Any]]:
+    from pydantic_core import from_json
+
     # One parse of the joined lines is several times faster than one per line.
-    whole = text[: max(text.rfind("\n"), 0)]
-    joined = "[" + whole.replace("\n", ",") + "]"
+    joined = "[" + lines.replace("\n", ",") + "]"
     try:
-        try:
-            rows: list[Any] = from_json(joined)  # takes half the time of the standard library
-        except ValueError:
-            rows = json.loads(joined)  # accepts more, such as NaN
-        rows = rows if safe_text.is_plain(whole) else list(map(safe_text.value, rows))
-    except (ValueError, RecursionError) as error:
-        raise damaged(path.parent, f"{path.name} is not valid JSON ({error})") from None
-    except MemoryError:
-        raise damaged(path.parent, f"{path.name} does not fit into memory") from None
-    return rows
+        rows: list[Any] = from_json(joined)  # takes half the time of the standard library
+    except ValueError:
+        rows = json.loads(joined)  # accepts more, such as NaN
+    return rows if safe_text.is_plain(lines) else list(map(safe_text.value, rows))
 
 
 def _damage(path: Path, rows: Sequence[Any]) -> DamagedRunError:
@@ -229,6 +274,8 @@ def _problem(row: Any) -> str | None:
 
 # --- attempts ---
 
+# The controller's account of lost attempts.
+ATTEMPTS = "samples-attempts.jsonl"
 _NUMBERED = re.compile(r"(samples-(?:gauges-)?\d+)\.(\d+)\.jsonl")
 _STEP = StepSeries.FIELDS.index("step")
 
@@ -248,6 +295,11 @@ class Joined(NamedTuple):
     redone: list[Columns]
     others: list[Sample]
     contributing: tuple[int, ...] = ()
+
+
+def numbered(path: Path) -> bool:
+    """Whether a file belongs to a run with lost attempts."""
+    return number_of(path) is not None or path.name == ATTEMPTS
 
 
 def number_of(path: Path) -> int | None:

@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ from paceline.host.files import document_of, sync, write_atomically
 
 FILE, SPEC = "status.json", "spec.json"
 # Files that are read as results: one that the seal does not list was added later.
-READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|outcome-.*\.json|machine-.*\.json")
+READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|steps\.npy|outcome-.*\.json|machine-.*\.json")
 _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
 _GROWING = re.compile(r".*\.txt")
 _CHUNK = 1 << 20
@@ -40,9 +40,11 @@ _intact: dict[Path, object] = {}
 # --- writing ---
 
 
-def write(run_dir: Path, body: Mapping[str, Any]) -> None:
+def write(
+    run_dir: Path, body: Mapping[str, Any], about: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda files: {}
+) -> None:
     """Seal the directory. All files are on the disk before the seal gets its name, so a power loss leaves the whole run
-    or a run without a seal."""
+    or a run without a seal. about: more fields, from the entries of the files."""
     paths = sorted(path for path in run_dir.iterdir() if path.is_file() and not _LEFT_OUT.fullmatch(path.name))
     if run_dir / SPEC not in paths:
         # The disk of the run was unmounted: what is here now is another one.
@@ -54,7 +56,7 @@ def write(run_dir: Path, body: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
     sync(run_dir)
     sync(run_dir.parent)
-    write_atomically(run_dir / FILE, text_of({**body, "files": files}), durable=True)
+    write_atomically(run_dir / FILE, text_of({**body, **about(files), "files": files}), durable=True)
 
 
 def amend(run_dir: Path, **changes: Any) -> None:

@@ -8,6 +8,7 @@ DIR/<experiment>/<run_id>/
   samples-gauges-<rank>.jsonl   readings of GPUs and host during the run (first rank of a host)
   samples-advice.jsonl    after an out-of-memory error: predictions for other settings (adviser)
   loadgen-*-<rank>.*  LoadGen's own logs, if it sent requests
+  steps.npy           the steps of all ranks as columns, made from the samples when the run is sealed
   log.txt             everything the processes printed
   clocks.json         clock offsets of other hosts, if some took part
   status.json         how it ended, with a digest of each file (controller, last): without it, not complete
@@ -44,8 +45,8 @@ from paceline.host import redaction
 from paceline.host.files import document_of, write_atomically
 from paceline.host.processes import end_with_parent
 from paceline.models.shape import Shape
-from paceline.results import safe_text, samples, sealing
-from paceline.results.records import SAMPLE_TYPES, SCHEMA, End, Evidence, Outcome, RunRecord, Sample, Status
+from paceline.results import columns, safe_text, samples, sealing
+from paceline.results.records import SAMPLE_TYPES, SCHEMA, End, Evidence, Outcome, RunRecord, Sample, Status, StepSample
 from paceline.results.samples import StepSeries
 from paceline.results.validity import Rule, machine_rule, rule_of
 
@@ -119,12 +120,23 @@ def note_repeats(run_dir: Path, count: int) -> None:
 
 
 def seal(
-    run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float, lost: Sequence[int] = ()
+    run_dir: Path,
+    status: Status,
+    error: str | None,
+    started_at: float,
+    ended_at: float,
+    lost: Sequence[int] = (),
+    steps: Sequence[StepSample] = (),
 ) -> None:
-    """Write the last file of a run. lost: nodes that were lost and that the run continued without."""
+    """Write the last file of a run. lost: nodes that were lost and that the run continued without. steps: those of the
+    run if they were read already; later reads then take them from columns."""
     error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
-    sealing.write(run_dir, {**body, **({"lost_nodes": list(lost)} if lost else {})})
+    body |= {"lost_nodes": list(lost)} if lost else {}
+    if columns.write(run_dir, StepSeries.of(steps)):
+        sealing.write(run_dir, body, lambda files: {columns.SOURCE: columns.source(files)})
+    else:
+        sealing.write(run_dir, body)
 
 
 def is_sealed(run_dir: Path) -> bool:
@@ -240,7 +252,8 @@ def read_run(run_dir: Path) -> RunRecord:
     """The record of a finished run; StoreError if it is not finished, DamagedRunError if it is not what was sealed."""
     if not is_sealed(run_dir):
         raise StoreError(f"{run_dir}: not finished (running or interrupted)")
-    record = _assemble(run_dir, read_end(run_dir))
+    seal = sealing.read(run_dir)
+    record = _assemble(run_dir, _end_of(run_dir, seal), columns.read(run_dir, seal))
     name = run_dir.resolve().name
     # Characters that were made safe to print count as they are.
     if record.spec.run_id != name and spec_of((run_dir / "spec.json").read_text(encoding="utf-8")).run_id != name:
@@ -250,7 +263,10 @@ def read_run(run_dir: Path) -> RunRecord:
 
 def read_end(run_dir: Path) -> End:
     """How a finished run ended; DamagedRunError if one of its files is not what was sealed."""
-    body = sealing.read(run_dir)
+    return _end_of(run_dir, sealing.read(run_dir))
+
+
+def _end_of(run_dir: Path, body: Mapping[str, Any]) -> End:
     with _naming(run_dir, sealing.FILE):
         own = {name: safe_text.value(body[name]) for name in _END_FIELDS if name in body}
         raw = _checked(own, rule_of(End))
@@ -286,15 +302,17 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
     return _assemble(run_dir, End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at))
 
 
-def _assemble(run_dir: Path, end: End) -> RunRecord:
-    joined = samples.read(sorted(run_dir.glob("samples-*.jsonl")))
+def _assemble(run_dir: Path, end: End, steps: StepSeries | None = None) -> RunRecord:
+    """steps: those of the run, if they need not be read from its lines."""
+    paths = sorted(run_dir.glob("samples-*.jsonl"))
+    joined = samples.read(paths) if steps is None else samples.Joined([], [], samples.others_of(paths))
     return RunRecord(
         **{name: getattr(end, name) for name in _END_FIELDS},
         spec=read_spec(run_dir),
         path=str(run_dir),
         outcomes=read_outcomes(run_dir),
         machines=read_machines(run_dir),
-        steps=StepSeries(joined.steps),
+        steps=StepSeries(joined.steps) if steps is None else steps,
         redone=StepSeries(joined.redone) if joined.redone else (),
         **{field: tuple(s for s in joined.others if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
     )
@@ -358,8 +376,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
     """How every rank ended; StoreError with the name of the file if one is damaged."""
-    outcomes = [_read_outcome(path) for path in run_dir.glob("outcome-*.json")]
-    return tuple(sorted(outcomes, key=lambda o: o.rank))
+    raws = {path: read_json(path) for path in run_dir.glob("outcome-*.json")}
+    # All at once is faster; one by one names the file that does not fit.
+    known = rule_of(Outcome).fits(list(raws.values()))
+    return tuple(sorted((_outcome(path, raw, known) for path, raw in raws.items()), key=lambda o: o.rank))
 
 
 def reported_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
@@ -399,9 +419,12 @@ _MOST_TEXT = 65_536
 
 
 def _read_outcome(path: Path) -> Outcome:
-    raw = read_json(path)
+    return _outcome(path, read_json(path))
+
+
+def _outcome(path: Path, raw: dict[str, Any], is_checked: bool = False) -> Outcome:
     with _naming(path.parent, path.name):
-        evidence = _checked(raw, rule_of(Outcome)).pop("evidence", None)
+        evidence = (raw if is_checked else _checked(raw, rule_of(Outcome))).pop("evidence", None)
         error = raw["error"] and redaction.clean_text(raw["error"][:_MOST_TEXT])
         own = {**raw, "status": Status(raw["status"]), "error": error}
         outcome = Outcome(**own, evidence=Evidence(**evidence) if evidence else None)

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import types
 import typing
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -68,6 +69,11 @@ class Rule:
             if not self.items.fits([*chain.from_iterable(lists)]):
                 return False
         return dict not in kinds or self._mappings_fit([value for value in values if type(value) is dict])
+
+    def fits_array(self, numbers: array[Any]) -> bool:
+        """As `fits`, for an array of numbers that has at least one."""
+        kind = float if numbers.typecode == "d" else int
+        return kind in self.types and self._numbers_fit(numbers, {kind})
 
     def _numbers_fit(self, numbers: Collection[Any], kinds: Collection[type]) -> bool:
         # First: the size of a whole number decides whether it can be compared with others at all.

@@ -39,7 +39,7 @@ from paceline.experiment.spec import RunSpec, Topology, WarmUp
 from paceline.host import trust
 from paceline.results import attempts, capsule, store
 from paceline.results.campaign_file import write_plan
-from paceline.results.records import RunRecord, Status
+from paceline.results.records import RunRecord, Status, StepSample
 
 POLL_S = 0.1
 # Signals to stop that arrive within this time are one.
@@ -488,16 +488,17 @@ def launch_once(
     started_at, ended_at = attempts.started_at(run_dir) or requested_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
-    light = None
+    light: trust.Trust | None = None
+    steps: Sequence[StepSample] = ()
     if status is Status.OK:
         try:
             record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
             status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
-            light = launch_trust(record) if status is Status.OK else None
+            light, steps = (launch_trust(record) if status is Status.OK else None), record.steps
         except StoreError as damage:
             # A node may have left anything. The other runs of the campaign go on.
             status, error = Status.FAILED, str(damage).removeprefix(f"{run_dir}: ")
-    store.seal(run_dir, status, error, started_at, ended_at, ended.lost)
+    store.seal(run_dir, status, error, started_at, ended_at, ended.lost, steps)
     return status, error, light
 
 
