@@ -109,10 +109,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full checkpointing": {"checkpointing": "full"},
     "selective checkpointing": {"checkpointing": "selective"},
 }
-# What `make test` runs in bf16 on CPUs: a mistake for each check, other sums of the same gradients, and other data.
-ONE_EACH = {check: name for name, check in reversed(REFUSED_BY.items()) if name not in ONLY_FP32}
-SUMS = ("ddp", "adversary.honest:variation=scattered_and_gathered", "small buckets", "full checkpointing")
-FEW = {*ONE_EACH.values(), *SUMS, next(iter(other_data.MISTAKES))}
+# What `make test` runs on CPUs: three mistakes for each check in fp32 and one in bf16, other sums of gradients, other
+# orders of tensors, and settings. `make test-all` runs all.
+SUMS = tuple(f"adversary.honest:variation={name}" for name in ("reduced_by_hand", "scattered_and_gathered"))
+ORDERS = tuple(f"adversary.honest:variation={name}" for name in ("two_equal_groups", "tensors_in_another_order"))
+
+
+def few(precision: str) -> set[str]:
+    most, unfit = (3, ()) if precision == "fp32" else (1, ONLY_FP32)
+    chosen = {*SUMS, "ddp", *list(other_data.MISTAKES)[:most], "small buckets", "full checkpointing"}
+    if precision == "fp32":
+        chosen |= {*ORDERS, "fsdp2", "zero:stage=2", *ROUTED, *SETTINGS}
+    for refused in (REFUSED_BY, REFUSED_SPLIT, REFUSED_ROUTED):
+        known = most if refused is REFUSED_BY else 1
+        for check in refused.values():
+            chosen |= set([name for name, by in refused.items() if by == check and name not in unfit][:known])
+    return chosen
+
+
 # A processor without bf16 products multiplies one pair of numbers after the other.
 WIDTHS = {"cpu": 16, "cuda": 32}
 LAUNCHERS = {"cpu": "local", "cuda": "local:shared_gpu=true"}
@@ -158,8 +172,8 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
         found |= {name: make(name, **whole) for name in SPLIT}
     found |= {name: make(name, **common | settings) for name, settings in HONEST.items()}
     found |= {name: make("ddp", **common | settings) for name, settings in SETTINGS.items()}
-    is_whole = EXHAUSTIVE or device == "cuda" or precision == "fp32"
-    return found if is_whole else {name: spec for name, spec in found.items() if name in FEW}
+    is_whole = EXHAUSTIVE or device == "cuda"
+    return found if is_whole else {name: spec for name, spec in found.items() if name in few(precision)}
 
 
 def launches(specs: dict[str, RunSpec], device: str) -> list[list[RunSpec]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ TORCHRUN, FORKED, SHARED = "local:warm=false", "local", "testbed.forked"
 # A rank that leaves no outcome is reported by torchrun or by the supervisor of forked ranks. Exit codes in torchrun's
 # report are tested with the controller.
 CASES = [(how, SHARED) for how in ("oom", "raise", "nan")]
-CASES += [("kill", TORCHRUN), ("kill", FORKED), ("exit", FORKED)]
+CASES += [("kill", TORCHRUN), ("kill", FORKED), *([("exit", FORKED)] if EXHAUSTIVE else [])]
 # One rank sleeps for ever or is suspended; the first is noticed by the time limit, the others by their standing still.
 LIMITED = [("sleep", SHARED, {"timeout_s": 45.0}), ("sleep", FORKED, {"stall_s": 25.0})]
 LIMITED += [("suspend", FORKED, {"stall_s": 25.0})]

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from testbed import EXHAUSTIVE
 
 from paceline.experiment.choices import Choice
 from paceline.models.adapters import adapter_parameters
@@ -19,7 +20,7 @@ pytestmark = [
 ]
 
 MODEL = "tiny-llama:layers=1,hidden=64"
-STRATEGIES = ("ddp", "fsdp2", "zero:stage=2")
+STRATEGIES = ("ddp", "fsdp2", *(("zero:stage=2",) if EXHAUSTIVE else ()))
 RANK, TARGETS = 64, "q+o"
 
 
@@ -68,8 +69,8 @@ def test_only_what_shards_frozen_weights_gathers_them(tuned: Any) -> None:
         strategy: max((w.payload_bytes for w in tuned.record(strategy).wire if w.dtype == "uint8"), default=0)
         for strategy in STRATEGIES
     }
-    assert gathered["ddp"] == gathered["zero:stage=2"] == 0
-    assert gathered["fsdp2"] > 0
+    assert gathered.pop("fsdp2") > 0
+    assert set(gathered.values()) == {0}
 
 
 def test_labels_are_fewer_than_tokens(tuned: Any) -> None:

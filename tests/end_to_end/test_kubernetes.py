@@ -287,8 +287,6 @@ USUAL = (
     "queued",
     "greedy",
     "unable",
-    "late",
-    "full",
     "cut",
 )
 if not EXHAUSTIVE:

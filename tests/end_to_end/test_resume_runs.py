@@ -15,9 +15,9 @@ from paceline.results.records import RunRecord
 
 pytestmark = pytest.mark.slow
 
-# One of each way to hold state.
-FEW = ("ddp", "fsdp2", "zero:stage=3")
-ALL = (*FEW, "zero:stage=1", "zero:stage=2")
+# State in shards, of torch and of DeepSpeed.
+FEW = ("fsdp2", "zero:stage=3")
+ALL = ("ddp", *FEW, "zero:stage=1", "zero:stage=2")
 STRATEGIES = ALL if EXHAUSTIVE else FEW
 EVERY, KILLED_AT, STEPS = 3, 5, 8
 # Its checkpoints are also written beside the steps.
@@ -95,7 +95,9 @@ def test_what_the_restart_cost_is_told(killed: Any, strategy: str) -> None:
     held = goodput(broken)
     assert held is not None
     parts = (held.start_s, held.counted_s, held.redone_s, held.checkpoint_s, held.down_s)
-    assert sum(parts) == pytest.approx(held.span_s, abs=0.5), "the controller looks ten times a second"
+    assert sum(parts) == pytest.approx(held.span_s, abs=2.0), (
+        "the controller looks ten times a second, on a busy machine less often"
+    )
     assert held.down_s > 0
     assert killed.finding(broken)["goodput"]["restarts"] == 1
     assert "restarted 1 time; " in (killed.directory / "report.md").read_text()

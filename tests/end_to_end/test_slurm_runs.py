@@ -178,7 +178,7 @@ def test_hostile_names_reach_slurm_as_they_are(bench: Bench) -> None:
     assert not list(bench.out.parent.rglob("never"))
 
 
-@pytest.mark.parametrize("fetched", [False, True], ids=["folder", "disks"])
+@pytest.mark.parametrize("fetched", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["folder", "disks"])
 def test_without_a_shared_disk_results_travel_in_the_output(
     bench: Bench, tmp_path: Path, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,7 +242,7 @@ run.interruptible(lambda: [run.execute(spec, out, Silent(), None)[0]])
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_a_controller_that_ends_leaves_nothing(
     field: Field, eventually: Eventually, environment: Callable[..., dict[str, str]], how: signal.Signals
 ) -> None:
@@ -372,6 +372,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_ranks_fill_is_told(field: Field, tiny: Path) -> None:
     """Neither the outcome nor anything else can be written any more: it travels without the disk."""
     status, error = field.run("fill:0", nodes=1, scratch=str(tiny))

@@ -44,10 +44,10 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 
 def kind_of(spec: RunSpec) -> str:
-    """What its ranks import beside torch: runs of one kind can be forked from one process. All of fine-tuning is one
-    kind. OpenMP reads its threads only once."""
+    """What its ranks import beside torch: runs of one kind can be forked from one process. OpenMP reads its
+    threads only once."""
     sharded = spec.strategy is not None and load("strategies", spec.strategy.name) is zero
-    extras = ["zero", "tuned"] if spec.tuning is not None else ["zero"] if sharded else []
+    extras = [*(["zero"] if sharded else []), *(["tuned"] if spec.tuning is not None else [])]
     return "-".join((*extras, str(spec.launcher.options.get("threads", 1))))
 
 

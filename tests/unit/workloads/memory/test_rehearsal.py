@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from testbed import EXHAUSTIVE
 
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training
@@ -45,9 +46,7 @@ CASES: dict[str, Question] = {
     "single": Question(spec()),
     "bf16 reduced": Question(spec(compute="bf16", reduce="bf16")),
     "ddp": Question(spec("ddp", 4)),
-    "ddp accumulating": Question(spec("ddp", 4, accumulation=3)),
     "fsdp2": Question(spec("fsdp2", 4)),
-    "fsdp2 accumulating": Question(spec("fsdp2", 4, accumulation=3)),
     "full": Question(spec(checkpointing="full")),
     "selective": Question(spec(checkpointing="selective")),
     "llama cpu": Question(spec(model="tiny-llama:layers=1", compute="bf16")),
@@ -57,6 +56,11 @@ CASES: dict[str, Question] = {
     "pipeline": Question(spec("mesh:pp=2", 2, "tiny", accumulation=2)),
     "search": Question(spec(), capacity_bytes=20 << 20, most=512),
 }
+
+
+if EXHAUSTIVE:  # tests/end_to_end/test_memory_runs.py compares accumulating runs with real ones
+    CASES["ddp accumulating"] = Question(spec("ddp", 4, accumulation=3))
+    CASES["fsdp2 accumulating"] = Question(spec("fsdp2", 4, accumulation=3))
 
 
 def rehearse_one(number: int) -> NoReturn:
@@ -114,6 +118,7 @@ def test_layouts_split_what_they_say(answers: dict[str, Answer]) -> None:
     assert 0.45 < own / (single["activations"] or 1) < 0.65
 
 
+@pytest.mark.exhaustive
 def test_ddp_holds_gradients_twice_while_it_accumulates(answers: dict[str, Answer]) -> None:
     """Gradients that wait for the last micro batch are not in the buckets yet, which stand all the time."""
     once, twice = (answers[name].components["peak"] for name in ("ddp", "ddp accumulating"))
@@ -122,6 +127,7 @@ def test_ddp_holds_gradients_twice_while_it_accumulates(answers: dict[str, Answe
     assert 3.5 * COUNT < twice - once < 4.5 * COUNT
 
 
+@pytest.mark.exhaustive
 def test_fsdp2_holds_whole_gradients_while_it_accumulates(answers: dict[str, Answer]) -> None:
     once, twice = (answers[name].components["peak"] for name in ("fsdp2", "fsdp2 accumulating"))
     assert once is not None
