@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,21 @@ from testbed.kube_api.kueue import LOCAL_QUEUES
 from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS, TRAIN_JOBS
 from testbed.kube_api.sandbox import why_not
 from testbed.kube_bed import OWN, Bed, light
+from testbed.kube_scenarios import (
+    LONG,
+    PENDING_S,
+    WAIT_S,
+    Scenario,
+    delete_job,
+    delete_namespace,
+    delete_pod,
+    limit_jobs,
+    limit_pods,
+    moving,
+    play,
+    rotate,
+    until,
+)
 from testbed.ports import free_port
 
 from paceline.experiment.choices import Choice
@@ -42,31 +56,10 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
-WAIT_S = 180.0
 # So many runs at a time: each has a handful of processes.
 AT_ONCE = 6
-LONG = {"LIGHT_S": "120"}
-# Pods may wait for this long, and a queue lets its jobs wait for longer.
-PENDING_S, QUEUED_S = 4.0, 6.0
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(f"{what} did not happen within {WAIT_S:g} s")
-
-
-def moving(bed: Bed, name: str, spec: RunSpec) -> Any:
-    """Both pods, once the controller has heard of both ranks."""
-    run_dir = bed.run_dir(spec)
-    seen = until(
-        lambda: store.is_sealed(run_dir) or len(store.read_progress(run_dir)) == 2, f"progress of both ranks of {name}"
-    )
-    assert not store.is_sealed(run_dir), f"{seen}: the run ended before anything could befall it"
-    return bed.pods(name)
+# A queue lets its jobs wait for longer than pods may.
+QUEUED_S = PENDING_S + 2.0
 
 
 def evict(bed: Bed, name: str, spec: RunSpec) -> None:
@@ -89,26 +82,6 @@ def fill_memory(bed: Bed, name: str, spec: RunSpec) -> None:
     bed.cluster.run_out_of_memory(moving(bed, name, spec)[1])
 
 
-def delete_pod(bed: Bed, name: str, spec: RunSpec) -> None:
-    bed.cluster.delete_pod(moving(bed, name, spec)[1])
-
-
-def delete_namespace(bed: Bed, name: str, spec: RunSpec) -> None:
-    moving(bed, name, spec)
-    bed.cluster.delete_namespace(name)
-
-
-def rotate(bed: Bed, name: str, spec: RunSpec) -> None:
-    """The beginning of the logs is gone, and whoever follows them has to begin again."""
-    moving(bed, name, spec)
-    bed.cluster.rotate_logs(name)
-
-
-def delete_job(bed: Bed, name: str, spec: RunSpec) -> None:
-    moving(bed, name, spec)
-    bed.cluster.delete_job(name, bed.jobs(name)[0]["metadata"]["name"])
-
-
 def forbid_jobs(bed: Bed, name: str) -> None:
     bed.cluster.forbid(name, CONTROLLER_ACCOUNT, "jobs", "create")
 
@@ -128,19 +101,6 @@ def take_image_away(bed: Bed, name: str) -> None:
 
 def set_clock_back(bed: Bed, name: str) -> None:
     bed.cluster.kubelet.clock_offset_s[f"{name}-b"] = -7200.0
-
-
-def limit(bed: Bed, name: str, **hard: str) -> None:
-    spec = {"hard": {key.replace("__", "/").replace("_", "."): value for key, value in hard.items()}}
-    bed.cluster.apply([{"kind": "ResourceQuota", "metadata": {"name": "team", "namespace": name}, "spec": spec}])
-
-
-def limit_pods(bed: Bed, name: str) -> None:
-    limit(bed, name, requests_cpu="1")
-
-
-def limit_jobs(bed: Bed, name: str) -> None:
-    limit(bed, name, count__jobs_batch="0")
 
 
 def add_queue(bed: Bed, name: str) -> None:
@@ -167,19 +127,6 @@ def admit_and_take_back(bed: Bed, name: str, spec: RunSpec) -> None:
 def add_claim(bed: Bed, name: str) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     bed.cluster.state.create(CLAIMS, name, {"metadata": {"name": "kept"}, "spec": spec, "status": {"phase": "Bound"}})
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is asked for, what goes wrong, and how it must end. sentence: a pattern of the record's error."""
-
-    status: str
-    sentence: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-    before: Callable[[Bed, str], None] | None = None
-    meanwhile: Callable[[Bed, str, RunSpec], None] | None = None
 
 
 SCENARIOS = {
@@ -377,25 +324,10 @@ def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSp
         yield found
 
 
-def play(bed: Bed, name: str) -> Any:
-    """One scenario to its seal; the record."""
-    scenario = {**SCENARIOS, **BEREAVED}[name]
-    bed.prepare(name)
-    if scenario.before is not None:
-        scenario.before(bed, name)
-    spec = bed.spec_of(name, fields=scenario.fields, env={"LIGHT_S": "0.5", **scenario.env}, **scenario.options)
-    with ThreadPoolExecutor(1) as aside:
-        other = aside.submit(scenario.meanwhile, bed, name, spec) if scenario.meanwhile else None
-        record = bed.run(spec)
-        if other is not None:
-            other.result()
-    return record
-
-
 @pytest.fixture(scope="module")
 def records(bed: Bed) -> Iterator[dict[str, Future[Any]]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(play, bed, name) for name in (*BEREAVED, *SCENARIOS)}
+        yield {name: pool.submit(play, bed, name, scenario) for name, scenario in {**BEREAVED, **SCENARIOS}.items()}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
