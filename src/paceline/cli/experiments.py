@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from paceline.experiment.spec import RunSpec
     from paceline.results.records import RunRecord
 
+# How the launcher local starts ranks -> its option `warm`.
+RELAUNCH = {"warm": "true", "full": "false"}
+
 
 def add_verbs(verbs: Any) -> None:
     verb = _experiment_verb(verbs, "run", run, "run every configuration of an experiment, then report")
@@ -78,6 +81,12 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     verb.add_argument(
         "--no-cache", action="store_true", help="compute references again, even if an earlier campaign has an equal one"
     )
+    verb.add_argument(
+        "--relaunch",
+        choices=tuple(RELAUNCH),
+        help="start ranks on a CPU by forking a process that has imported torch (warm, the default of the launcher "
+        "local), or each as a new interpreter (full); on GPUs every launch is full",
+    )
     add_allow_option(verb, "a module or setting that an experiment file outside of this directory may name")
     for option, text in (("warmup", "warm-up iterations"), ("iters", "timed iterations")):
         verb.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels")
@@ -91,12 +100,25 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
     return load_own(
         arguments.experiment,
-        arguments.set,
+        [*arguments.set, *_relaunch_settings(arguments)],
         arguments.launcher,
         arguments.benchmark,
         counts,
         allow=arguments.allow_modules,
     )
+
+
+def _relaunch_settings(arguments: argparse.Namespace) -> list[str]:
+    """What `--relaunch` sets; RequestError with a launcher that has one way of starting ranks only."""
+    from paceline.errors import require
+    from paceline.experiment import expansion
+
+    if arguments.relaunch is None:
+        return []
+    name = expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher).name
+    expected = f"the launcher local: {name} starts every rank as a new interpreter"
+    require(name == "local", f"--relaunch {arguments.relaunch}", name, expected)
+    return [f"launcher.warm={RELAUNCH[arguments.relaunch]}"]
 
 
 def run(arguments: argparse.Namespace) -> int:

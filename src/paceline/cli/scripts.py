@@ -71,6 +71,7 @@ def measure(arguments: argparse.Namespace) -> int:
             allow_modules=["command"],
             keep_going=False,
             no_cache=True,
+            relaunch=None,
             until=None,
             time_budget=None,
             **{name: getattr(arguments, name) for name in ("out", "set", "resume", *REPORT_OPTIONS)},

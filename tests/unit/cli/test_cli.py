@@ -79,6 +79,10 @@ WRONG = {
     "list as a launcher file": (["run", "mine.yaml", "--launcher", "list.yaml"], "a list"),
     "binary launcher file": (["run", "mine.yaml", "--launcher", "binary.yaml"], "binary.yaml"),
     "nameless launcher file": (["run", "mine.yaml", "--launcher", "nameless.yaml"], "name: got none"),
+    "relaunch on a cluster": (
+        ["run", "mine.yaml", "--relaunch", "full", "--launcher", "slurm"],
+        "--relaunch full: got 'slurm', expected the launcher local",
+    ),
     "empty experiment": (["run", "empty.yaml"], "a mapping with name, base and matrix"),
     "unknown workload": (["run", "mine.yaml", "--set", "workload=pretrian"], "Did you mean 'pretrain'?"),
     "unknown module": (["run", "mine.yaml", "--set", "strategy=no.such"], "cannot be imported"),
@@ -188,6 +192,17 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert "64 tokens per step" in text
     assert text.count("--nproc-per-node=2") == 6
     assert text.count("--nproc-per-node=1") == 1
+
+
+@pytest.mark.parametrize(("words", "setting"), [((), ()), (("--relaunch", "full"), ("launcher.warm=false",))])
+def test_relaunch_selects_how_ranks_start(
+    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], setting: tuple[str, ...]
+) -> None:
+    assert cli.main(["plan", "mine.yaml", "--commands", *words]) == 0
+    text = capsys.readouterr().out
+    specs = expansion.load("mine.yaml", setting)
+    assert all(f"{spec.run_id}  [to run]" in text for spec in specs)
+    assert {spec.launcher.options.get("warm", True) for spec in specs} == {not words}
 
 
 def test_a_plan_is_a_table_of_cells(here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
