@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,15 @@ SCHEDULES: Mapping[str, tuple[str, int, bool]] = {
     "dualpipev": ("DualPipeV", 2, True),
 }
 
+# Dimensions of a layout in words.
+DIMENSIONS: Mapping[str, str] = {
+    "tp": "tensor parallel",
+    "pp": "pipeline",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "shard": "sharding",
+    "replicate": "replicas",
+}
 # Ranks that a picture shows.
 MOST_DRAWN = 16
 
@@ -32,7 +41,7 @@ class Layout:
     dp: replicas, each with its own samples. cp: ranks that share a replica's sequences. tp: ranks that share every
     layer. pp: ranks that share the layers, each with `virtual` stages. ep: how many of the dp x cp ranks share
     the experts of every layer. shard: how many of the dp x cp ranks share one copy of the weights; 1 replicates them.
-    micro_batches: of a pipeline per step; None for the accumulation.
+    micro_batches: of a pipeline per step; None for the accumulation. split: layers of each stage; () for equal shares.
     """
 
     dp: int = 1
@@ -48,6 +57,7 @@ class Layout:
     ring: bool = True
     schedule: str = ""
     micro_batches: int | None = None
+    split: tuple[int, ...] = ()
     reshard_after_forward: bool = True
     sync_every_micro_batch: bool = False
 
@@ -131,7 +141,12 @@ class Layout:
 
         >>> [list(Layout(pp=2).layers_of(stage, 5)) for stage in (0, 1)]
         [[0, 1, 2], [3, 4]]
+        >>> Layout(pp=2, split=(1, 4)).layers_of(1, 5)
+        range(1, 5)
         """
+        if self.split:
+            begin = sum(self.split[:stage])
+            return range(begin, begin + self.split[stage])
         size, more = divmod(layers, self.stages)
         begin = stage * size + min(stage, more)
         return range(begin, begin + size + (stage < more))
@@ -194,6 +209,31 @@ class Layout:
             index = (at["dp"] * self.cp + at["cp"]) % self.shard
             parts.append(f"shard {index + 1} of {self.shard}")
         return parts
+
+
+def balanced_split(layers: int, stages: int, embedding: float, block: float, head: float) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest stage is as fast as possible, by the times of the parts of the model.
+
+    >>> balanced_split(8, 2, embedding=0.0, block=1.0, head=2.0)
+    (5, 3)
+    """
+    split = [1] * stages
+    for _ in range(layers - stages):
+        times = stage_times(split, embedding, block, head)
+        split[times.index(min(times))] += 1
+    return tuple(split)
+
+
+def stage_times(split: Sequence[int], embedding: float, block: float, head: float) -> list[float]:
+    """The time of each stage: its layers, and embedding or head at the ends.
+
+    >>> stage_times((5, 3), embedding=0.5, block=1.0, head=2.0)
+    [5.5, 5.0]
+    """
+    times = [count * block for count in split]
+    times[0] += embedding
+    times[-1] += head
+    return times
 
 
 class Planned(Protocol):

@@ -141,13 +141,32 @@ class OperationSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSample:
     """One step of a pipeline on one rank, after the timed window: the time of its schedule, and the part of it in which
-    this rank's stages computed."""
+    this rank's stages computed. embedding_s, block_s and head_s are median forward times of a micro batch; None for
+    what the rank does not have, and in older records."""
 
     kind: ClassVar[str] = "pipeline"
     rank: int
     step: int
     wall_s: float
     busy_s: float
+    embedding_s: float | None = None
+    block_s: float | None = None
+    head_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposureSample:
+    """Communication over one mesh dimension in `steps` steps after the timed window, on one rank. exposed_s is the part
+    while which nothing computes; a moment with several dimensions counts for the first of them. Every operator of these
+    steps is observed, which slows the host."""
+
+    kind: ClassVar[str] = "exposure"
+    rank: int
+    steps: int
+    dimension: str
+    wall_s: float
+    communication_s: float
+    exposed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +348,7 @@ Sample = (
     | OperationSample
     | TraceSample
     | PipelineSample
+    | ExposureSample
     | RoutingSample
     | CollectiveSample
     | OverlapSample
@@ -438,6 +458,7 @@ class RunRecord:
     operations: tuple[OperationSample, ...] = ()
     traces: tuple[TraceSample, ...] = ()
     pipelines: tuple[PipelineSample, ...] = ()
+    exposures: tuple[ExposureSample, ...] = ()
     routings: tuple[RoutingSample, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
     overlaps: tuple[OverlapSample, ...] = ()

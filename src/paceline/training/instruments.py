@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,15 @@ class WireCounter(WireBytes):
             )
             for (operation, dtype, size, dimension), payload in sorted(self.bytes.items())
         ]
+
+
+def wrappers() -> tuple[type, ...]:
+    """Tensors that stand for others: DTensor, and torchao's float8 tensors where a model has them."""
+    from torch.distributed.tensor import DTensor
+
+    float8 = {"float8_training_tensor": "Float8TrainingTensor", "fsdp_utils": "WeightWithDynamicFloat8CastTensor"}
+    known = [(sys.modules.get(f"torchao.float8.{module}"), name) for module, name in float8.items()]
+    return (DTensor, *(getattr(module, name) for module, name in known if module is not None))
 
 
 def attention_backends(device: str):  # type: ignore[no-untyped-def]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.results.records import OperationSample, RoutingSample
-from paceline.training.instruments import SHORT_NAMES, WireCounter
+from paceline.training.instruments import SHORT_NAMES, WireCounter, wrappers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,15 +192,6 @@ def _copies(gradient: Any) -> int:
     return copies
 
 
-def _wrappers() -> tuple[type, ...]:
-    """Tensors that stand for others: DTensor, and torchao's float8 tensors where a model has them."""
-    from torch.distributed.tensor import DTensor
-
-    float8 = {"float8_training_tensor": "Float8TrainingTensor", "fsdp_utils": "WeightWithDynamicFloat8CastTensor"}
-    known = [(sys.modules.get(f"torchao.float8.{module}"), name) for module, name in float8.items()]
-    return (DTensor, *(getattr(module, name) for module, name in known if module is not None))
-
-
 class Audit:
     """Counts the collectives and the operators of a step; see `OperationSample` for the kinds."""
 
@@ -216,13 +206,13 @@ class Audit:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
         from torch.utils._python_dispatch import TorchDispatchMode
 
-        audit, wrappers = self, _wrappers()
+        audit, inner = self, wrappers()
 
         class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 # A wrapper's own dispatch comes first: it leads to the collectives, to the work on this rank's part
                 # and to products in 8 bit.
-                if any(issubclass(each, wrappers) for each in types):
+                if any(issubclass(each, inner) for each in types):
                     return NotImplemented
                 result = func(*args, **(kwargs or {}))
                 operator = func._schema.name.partition("::")[2]

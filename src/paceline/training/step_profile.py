@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.results.records import TraceSample
-from paceline.training.instruments import Clock, collection_paused
+from paceline.results.records import ExposureSample, TraceSample
+from paceline.training.instruments import Clock, collection_paused, wrappers
 
 Span = tuple[float, float]
 
@@ -66,13 +68,17 @@ class Profile:
         self.batches: list[Span] = []
         self.wall_s = 0.0
 
+    def activities(self) -> list[Any]:
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU]
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         import torch.distributed as dist
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile
 
-        activity = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiler:
+        with profile(activities=self.activities()) as profiler:
             # Ranks arrive at different times; waiting for the last one is not communication.
             if dist.is_initialized():
                 dist.barrier()
@@ -126,6 +132,146 @@ class Profile:
             elementwise_s=classes[ELEMENTWISE],
             copies_s=classes[COPIES],
         )
+
+
+# Prefix of the profiler's ranges around what is sent over a mesh dimension.
+_RANGE = "paceline:"
+
+
+class DimensionProfile(Profile):
+    """Also splits communication by mesh dimension, with a range around every collective when it is started.
+
+    On CUDA the profiler shows such a range on the device, around the kernels that were launched in it. On a CPU a
+    collective of gloo belongs to the range in which it starts. Point-to-point messages of gloo have no event that lasts
+    until they arrive: waiting for them counts.
+    """
+
+    def __init__(self, device: str, clock: Clock) -> None:
+        super().__init__(device, clock)
+        self.ranges: list[tuple[Span, str]] = []
+
+    def activities(self) -> list[Any]:
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device == "cuda" else [])]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with super().recording(), _marked(), _marked_waits() if self.device == "cpu" else contextlib.nullcontext():
+            yield
+
+    def add(self, event: Any, origin_ns: int = 0) -> None:
+        if event.name().startswith(_RANGE):
+            if self.device == "cpu" or "CUDA" in str(event.device_type()):
+                begin_s = (event.start_ns() - origin_ns) / 1e9
+                span = begin_s, begin_s + event.duration_ns() / 1e9
+                self.ranges.append((span, event.name().removeprefix(_RANGE)))
+        elif self.device == "cpu" or not getattr(event, "is_user_annotation", lambda: False)():
+            super().add(event, origin_ns)
+
+    def spans(self) -> dict[str, list[Span]]:
+        """When something was sent, by dimension."""
+        found: defaultdict[str, list[Span]] = defaultdict(list)
+        if self.device == "cuda":
+            for span, name in self.ranges:
+                found[name].append(span)
+            return found
+        starts = sorted(self.ranges)
+        for begin, end in self.communication:
+            # Ranges are short and not nested: the last one that began before is the only candidate.
+            position = bisect_right(starts, begin, key=lambda known: known[0][0]) - 1
+            if position >= 0 and begin <= starts[position][0][1]:
+                found[starts[position][1]].append((begin, end))
+        for span, name in self.ranges:
+            if name.startswith(_WAIT):
+                found[name.removeprefix(_WAIT)].append(span)
+        return found
+
+    def samples(self, rank: int, steps: int, dimensions: Iterable[str]) -> list[ExposureSample]:
+        """One sample per dimension; each moment counts for the first dimension that is exposed then."""
+        before = [span for spans in self.computing.values() for span in spans]
+        reached, spans, samples = covered_s(before), self.spans(), []
+        for name in dimensions:
+            before += spans.get(name, [])
+            total = covered_s(before)
+            samples.append(
+                ExposureSample(
+                    rank=rank,
+                    steps=steps,
+                    dimension=name,
+                    wall_s=self.wall_s,
+                    communication_s=covered_s(spans.get(name, [])),
+                    exposed_s=total - reached,
+                )
+            )
+            reached = total
+        return samples
+
+
+_WAIT = "wait "
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Put a range around every collective over a mesh dimension."""
+    from torch.profiler import record_function
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from paceline.training.attachment.paceline_wire import group_of
+
+    inner = wrappers()
+
+    class Mark(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(each, inner) for each in types):
+                return NotImplemented
+            dimension = group_of(args)[1] if func.namespace in ("c10d", "_c10d_functional") else ""
+            with record_function(_RANGE + dimension) if dimension else contextlib.nullcontext():
+                return func(*args, **(kwargs or {}))
+
+    with Mark():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _Waited:
+    """A message on its way, with a range around the wait for it."""
+
+    def __init__(self, work: Any, dimension: str) -> None:
+        self._work, self._dimension = work, dimension
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any) -> Any:
+        from torch.profiler import record_function
+
+        with record_function(_RANGE + _WAIT + self._dimension):
+            return self._work.wait(*args)
+
+
+@contextlib.contextmanager
+def _marked_waits() -> Iterator[None]:
+    """Mark the waits for point-to-point messages over mesh dimensions."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    from paceline.training.attachment.paceline_wire import dimension_of
+
+    def waited(send: Any) -> Any:
+        def started(tensor: Any, peer: Any = None, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+            work, dimension = send(tensor, peer, group, *args, **kwargs), dimension_of(group) if group else ""
+            return _Waited(work, dimension) if work is not None and dimension else work
+
+        return started
+
+    with contextlib.ExitStack() as stack:
+        for name in ("isend", "irecv"):
+            original, replacement = getattr(dist, name), waited(getattr(dist, name))
+            # Messages name the function that starts them, and torch compares it with its own.
+            for owner in (dist, distributed_c10d):
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, replacement)
+        yield
 
 
 def divided_s(classes: Mapping[str, Sequence[Span]]) -> dict[str, float]:

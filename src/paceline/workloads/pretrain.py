@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
 from paceline.experiment import plugins
+from paceline.experiment.layout import Layout, declared_layout
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
@@ -34,6 +35,8 @@ TRAITS = Traits(trains=True, certified=True)
 Initial: TypeAlias = "Callable[[str, int, int, Tensor], Tensor | None]"
 COMPILED_MIXTURE = "torch.compile needs fixed shapes, and the number of tokens of an expert changes with every batch"
 PROFILED_STEPS = 2
+# Steps in which exposed communication is split by mesh dimension.
+DIMENSION_STEPS = 1
 # Steps in which every piece of a pipeline's work is timed.
 PIPELINE_STEPS = 2
 # Of so many steps after the window, some chosen at random are audited, operator by operator.
@@ -135,6 +138,9 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         if getattr(trainer, "interleaves", False):
             time_pipeline(seat, trainer, loop, recorder, first_audited)
             first_audited += PIPELINE_STEPS
+        if layout := declared_layout(spec):
+            profile_dimensions(layout, seat, loop, recorder, first_audited)
+            first_audited += DIMENSION_STEPS
         audit(spec, seat, loop, recorder, first=first_audited)
     if checkpoints:
         checkpoints.remove()
@@ -174,12 +180,37 @@ def profile_steps(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> 
     recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
 
 
+def profile_dimensions(layout: Layout, seat: Seat, loop: Loop, recorder: Recorder, first: int) -> None:
+    """Profile another step and split what is exposed by mesh dimension. Observing every operator slows the host and
+    stops compiled code, so this step comes after those of the profile."""
+    from paceline.training.step_profile import DimensionProfile
+
+    dimensions = layout.sizes()
+    if not dimensions:
+        return
+    profile = DimensionProfile(seat.device, loop.clock)
+    with profile.recording():
+        loop.unrecorded(range(first, first + DIMENSION_STEPS))
+    for sample in profile.samples(seat.rank, DIMENSION_STEPS, dimensions):
+        recorder.add(sample)
+
+
 def time_pipeline(seat: Seat, trainer: Any, loop: Loop, recorder: Recorder, first: int) -> None:
     """Time each piece of work of a pipeline's schedule. It waits for the device, so these steps are extra."""
     for step in range(first, first + PIPELINE_STEPS):
         with trainer.timing() as times:
             loop.unrecorded(range(step, step + 1))
-        recorder.add(PipelineSample(rank=seat.rank, step=step, wall_s=times.wall_s, busy_s=times.busy_s))
+        recorder.add(
+            PipelineSample(
+                rank=seat.rank,
+                step=step,
+                wall_s=times.wall_s,
+                busy_s=times.busy_s,
+                embedding_s=times.part_s("embedding"),
+                block_s=times.part_s("block"),
+                head_s=times.part_s("head"),
+            )
+        )
 
 
 def audit(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder, first: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -94,9 +95,21 @@ def test_refused_in_one_sentence(
     assert reason in (refusal(spec) or "")
 
 
-def test_memory_by_component_is_unsupported_with_the_reason(make_spec: Callable[..., RunSpec]) -> None:
+def test_memory_by_component_is_predicted_for_layouts(make_spec: Callable[..., RunSpec]) -> None:
     spec = make_spec("mesh:tp=2", processes=2, workload="memory")
-    assert "not predicted for the strategy mesh:tp=2" in plugins.load("workloads", "memory").check(spec)
+    assert plugins.load("workloads", "memory").check(spec) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [("1+1", None), ("2", "needs to give each of 2 stages some of 2 layers"), ("1+2", "some of 2 layers")],
+)
+def test_an_uneven_pipeline_has_all_layers(make_spec: Callable[..., RunSpec], layers: str, reason: str | None) -> None:
+    spec = make_spec("mesh:pp=2", processes=2, accumulation=2, model="tiny")
+    options = {**spec.strategy.options, "layers": layers} if spec.strategy else {}
+    asked = dataclasses.replace(spec, strategy=Choice("mesh", options))
+    found = plugins.load("strategies", "mesh").check(asked)
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_unknown_options_are_named() -> None:

@@ -278,7 +278,7 @@ def test_each_operator_is_counted_by_hand(
     monkeypatch: pytest.MonkeyPatch, operator: str, args: Any, result: Any, operation: str, payload: int
 ) -> None:
     """In a group of four, once per call however many tensors it took; of gather and scatter all ranks' parts are S."""
-    monkeypatch.setattr(paceline_wire, "_group_of", lambda args: (4, ""))
+    monkeypatch.setattr(paceline_wire, "group_of", lambda args: (4, ""))
     counter = WireCounter()
     counter.add(operator, args(), result and [single(n) for n in result])
     assert dict(counter.bytes) == {(operation, "fp32", 4, ""): payload}
@@ -287,7 +287,7 @@ def test_each_operator_is_counted_by_hand(
 
 def test_an_unknown_operator_is_kept_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would pass for the whole otherwise; what sends nothing makes nothing unknown."""
-    monkeypatch.setattr(paceline_wire, "_group_of", lambda args: (4, ""))
+    monkeypatch.setattr(paceline_wire, "group_of", lambda args: (4, ""))
     counter = WireCounter()
     counter.add("all_reduce_sparsely_", (single(6), "sum", "0"), None)
     counter.add("signal_", ("0",), None)

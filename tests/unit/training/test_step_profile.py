@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.training.instruments import HostClock
-from paceline.training.step_profile import Profile, Span, class_of, covered_s, divided_s
+from paceline.training.step_profile import DimensionProfile, Profile, Span, class_of, covered_s, divided_s
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,20 @@ def test_exposed_is_communication_while_nothing_computes(
     assert sample.exposed_s <= sample.communication_s
     assert (sample.rank, sample.steps, sample.wall_s) == (1, 2, 5.0)
     assert sample.gap_s == pytest.approx(5.0 - sample.compute_s - sample.exposed_s)
+
+
+def test_exposed_time_is_divided_by_dimension() -> None:
+    """On a CPU a collective belongs to the range in which it starts, and waiting for a message counts."""
+    profile = DimensionProfile("cpu", HostClock())
+    profile.computing["elementwise"], profile.wall_s = [(0.0, 2.0)], 10.0
+    profile.communication = [(1.0, 4.0), (3.5, 6.0), (9.0, 9.5)]
+    profile.ranges = [((3.4, 3.6), "shard"), ((0.9, 1.1), "tp"), ((6.0, 8.0), "wait pp"), ((8.0, 8.1), "tp")]
+    samples = {s.dimension: s for s in profile.samples(1, 2, ("tp", "pp", "shard"))}
+    assert {name: s.communication_s for name, s in samples.items()} == pytest.approx(
+        {"tp": 3.0, "pp": 2.0, "shard": 2.5}
+    )
+    # From 2 to 4 tensor parallel traffic is exposed, so that only what follows counts for sharding.
+    assert {name: s.exposed_s for name, s in samples.items()} == pytest.approx({"tp": 2.0, "pp": 2.0, "shard": 2.0})
 
 
 def test_a_real_profile_sees_compute() -> None:

@@ -29,10 +29,12 @@ from paceline.analysis.findings import (
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import launches_note
 from paceline.analysis.statistics.verdict import ONE_LAUNCH
-from paceline.analysis.training import metrics
+from paceline.analysis.training import layouts, metrics
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
 from paceline.wording import Scale, format_parts, listed, ratio_words
+
+GIB = 2**30
 
 CATEGORIES: Mapping[str, str] = {
     "tokens_per_s": "highest throughput",
@@ -175,9 +177,20 @@ def _why(group: Group, winner: str, other: str) -> str:
         phase = max(phases, key=lambda p: abs(phases[p][0] - phases[p][1]))
         a, b = (f"{format_parts(seconds * 1e3, None, None)[0]} ms" for seconds in phases[phase])
         parts.append(f"the largest difference is in {phase.removesuffix('_s').replace('_', ' ')}, {a} against {b}")
+    parts += _layout_terms(pair, group.names)
     known = [part for part in parts if part]
     names = f"{group.names[winner]} against {group.names[other]}"
     return f" Also measured: {'; '.join(known)} ({names})." if known else ""
+
+
+def _layout_terms(pair: tuple[Cell, Cell], names: Mapping[str, str]) -> list[str | None]:
+    """For layouts: what each sends and exposes by mesh dimension, its bubble and imbalance, and the memory of both."""
+    terms = {cell.id: layouts.terms([window.record for window in cell.windows]) for cell in pair}
+    if not any(terms.values()):
+        return []
+    found = [f"{names[cell]}: {text}" for cell, text in terms.items() if text]
+    peak = _contrast(pair, "peak_memory_bytes", lambda v: f"{format_parts(v / GIB, None, None)[0]} GiB", "at the peak")
+    return [*found, peak]
 
 
 def _values(pair: tuple[Cell, Cell], metric: str) -> tuple[float, float] | None:

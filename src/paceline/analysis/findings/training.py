@@ -500,8 +500,12 @@ class MemoryRow:
 class LayoutRow:
     """One dimension of the layout of a cell: bytes that its busiest rank sends per step, counted and by formula.
 
-    idle_ratio, idle_formula_ratio: of a pipeline, the share of a step in which a rank computes nothing, the mean over
-    ranks, measured on extra steps and by formula. None means unknown or no pipeline.
+    exposed_ratio: share of a step in which something is sent over it while nothing computes, the mean over ranks of
+    extra steps. idle_ratio, idle_formula_ratio: of a pipeline, the share of a step in which a rank computes nothing,
+    the mean over ranks, measured on extra steps and by formula. split, balance_ratio: of a pipeline with one stage per
+    rank, the layers of each stage, and the slowest stage over the mean by the measured forward times of embedding,
+    block and head; best_split, best_balance_ratio: those of the split with the fastest slowest stage. None means
+    unknown or no pipeline.
     """
 
     cell: str
@@ -514,6 +518,11 @@ class LayoutRow:
     idle_ratio: float | None
     idle_formula_ratio: float | None
     runs: tuple[str, ...]
+    exposed_ratio: float | None = None
+    split: str | None = None
+    balance_ratio: float | None = None
+    best_split: str | None = None
+    best_balance_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

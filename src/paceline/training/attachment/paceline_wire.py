@@ -65,7 +65,7 @@ class WireBytes:
             return
         operation, position = _OPERATIONS.get(operator, (operator, "all"))
         payload = {"result": result, "all": args}[position] if isinstance(position, str) else args[position]
-        size, dimension = _group_of(args)
+        size, dimension = group_of(args)
         parts = size if operator in _PARTS else 1
         moved: Counter[tuple[str, str, int, str]] = Counter()
         for tensor in _tensors(payload):
@@ -93,7 +93,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 _MESH = "mesh_"
 
 
-def _group_of(args: Any) -> tuple[int, str]:
+def group_of(args: Any) -> tuple[int, str]:
     """Size and mesh dimension of an operator's process group, passed as an object (c10d) or by name
     (_c10d_functional)."""
     import torch
@@ -109,6 +109,11 @@ def _group_of(args: Any) -> tuple[int, str]:
             with contextlib.suppress(KeyError, RuntimeError, ValueError):
                 group = cast(Any, distributed_c10d)._resolve_process_group(argument)
         if group is not None:
-            text = str(group.group_desc)
-            return int(group.size()), text.removeprefix(_MESH) if text.startswith(_MESH) else ""
+            return int(group.size()), dimension_of(group)
     return dist.get_world_size(), ""
+
+
+def dimension_of(group: Any) -> str:
+    """The mesh dimension of a process group; "" if it belongs to none."""
+    text = str(group.group_desc)
+    return text.removeprefix(_MESH) if text.startswith(_MESH) else ""

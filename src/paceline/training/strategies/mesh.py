@@ -37,8 +37,9 @@ class Options:
 
     Tensor: sequence splits activations between layers too; loss_parallel computes the loss on parts of the vocabulary;
     async_tp overlaps the exchanges with products. Pipeline: schedule, virtual stages per rank and micro_batches per
-    step (0: the schedule's number, and the accumulation). Context: attention is ring or ulysses. FSDP2: prefetch
-    blocks, reshard_after_forward, reshard_to a smaller group, offload to the CPU, sync_every_micro_batch.
+    step (0: the schedule's number, and the accumulation), layers of each stage as in 5+3 (default: equal shares).
+    Context: attention is ring or ulysses. FSDP2: prefetch blocks, reshard_after_forward, reshard_to a smaller group,
+    offload to the CPU, sync_every_micro_batch.
     """
 
     dp: int = 0
@@ -53,6 +54,7 @@ class Options:
     schedule: str = "1f1b"
     virtual: int = 0
     micro_batches: int = 0
+    layers: str = ""
     attention: str = "ring"
     prefetch: int = 1
     reshard_after_forward: bool = True
@@ -66,6 +68,8 @@ class Options:
         for name in ("dp", "virtual", "micro_batches", "reshard_to"):
             require(getattr(self, name) >= 0, f"mesh.{name}", getattr(self, name), "a whole number from 0")
         require(self.schedule in SCHEDULES, "mesh.schedule", self.schedule, ", ".join(SCHEDULES))
+        whole = all(part.isdecimal() and int(part) for part in self.layers.split("+")) if self.layers else True
+        require(whole, "mesh.layers", self.layers, "the layers of each stage, such as 5+3")
         require(self.attention in ("ring", "ulysses"), "mesh.attention", self.attention, "ring or ulysses")
 
 
@@ -103,6 +107,7 @@ def layout(options: Mapping[str, Any], world_size: int) -> Layout:
         ring=chosen.attention == "ring",
         schedule=chosen.schedule if pipelined else "",
         micro_batches=chosen.micro_batches or None,
+        split=tuple(map(int, chosen.layers.split("+"))) if chosen.layers and pipelined else (),
         reshard_after_forward=chosen.reshard_after_forward,
         sync_every_micro_batch=chosen.sync_every_micro_batch,
     )
@@ -206,6 +211,9 @@ def _unscheduled(spec: RunSpec, shape: Shape, degrees: Layout) -> str | None:
     if degrees.stages > shape.layers:
         stages = f"pp {degrees.pp} x virtual {degrees.virtual} = {degrees.stages} stages"
         return f"{stages} exceed the {shape.layers} layers of {shape.name}"
+    if degrees.split and (len(degrees.split) != degrees.stages or sum(degrees.split) != shape.layers):
+        given = "+".join(map(str, degrees.split))
+        return f"layers={given} needs to give each of {degrees.stages} stages some of {shape.layers} layers"
     batch = training.micro_batch * training.accumulation
     count = degrees.micro_batches or training.accumulation
     if batch % count:

@@ -13,7 +13,7 @@ from paceline.analysis.training.certificate import certify
 from paceline.experiment.layout import layout_of
 from paceline.models import parallel
 from paceline.report.tables import layouts as tables
-from paceline.results.records import PipelineSample, RunRecord, WireSample
+from paceline.results.records import ExposureSample, PipelineSample, RunRecord, WireSample
 
 
 def wire(dimension: str | None, operation: str, payload: int, rank: int = 0, step: int = 0) -> WireSample:
@@ -55,6 +55,31 @@ def test_nothing_is_concluded_from_some_of_the_ranks(record: RunRecord) -> None:
     unknown = (*record.wire, wire("pp", "teleport", 8))
     (row,) = layouts.analyse([dataclasses.replace(record, wire=unknown)])
     assert row.counted_bytes is None, "the rest is not the total"
+
+
+def exposure(rank: int, exposed_s: float, dimension: str = "pp") -> ExposureSample:
+    return ExposureSample(rank=rank, steps=2, dimension=dimension, wall_s=4.0, communication_s=3.0, exposed_s=exposed_s)
+
+
+def test_exposed_time_is_the_mean_over_ranks(record: RunRecord) -> None:
+    seen = dataclasses.replace(record, exposures=(exposure(0, 1.0), exposure(1, 2.0), exposure(1, 4.0, "tp")))
+    (row,) = layouts.analyse([seen])
+    assert row.exposed_ratio == pytest.approx((1 / 4 + 2 / 4) / 2)
+    assert layouts.terms([seen]) == "pipeline 0.000500 MB and 37.5% exposed and 37.5% idle"
+    (row,) = layouts.analyse([dataclasses.replace(record, exposures=(exposure(0, 1.0),))])
+    assert row.exposed_ratio is None, "one of two ranks"
+
+
+def test_a_slow_head_moves_layers_to_the_first_stage(make_spec: Any, make_record: Any) -> None:
+    spec = make_spec("mesh:pp=2", 2, accumulation=4, model="small")
+    first = PipelineSample(rank=0, step=9, wall_s=4.0, busy_s=3.0, embedding_s=0.0, block_s=1.0)
+    last = PipelineSample(rank=1, step=9, wall_s=4.0, busy_s=3.0, block_s=1.0, head_s=2.0)
+    found = dataclasses.replace(make_record(spec), wire=(wire("pp", "send", 300),), pipelines=(first, last))
+    (row,) = layouts.analyse([found])
+    assert (row.split, row.balance_ratio) == ("2+2", pytest.approx(4 / 3))
+    assert (row.best_split, row.best_balance_ratio) == ("3+1", pytest.approx(1.0))
+    (table,) = tables.tables(dataclasses.replace(build([found], "x"), layouts=(row,)))
+    assert any("with layers=3+1 it would take 1 times" in note for note in table.notes)
 
 
 def test_strategies_without_a_layout_have_no_row(make_spec: Any, make_record: Any) -> None:

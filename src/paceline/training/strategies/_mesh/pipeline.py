@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -49,15 +50,39 @@ class Times:
 
     def __init__(self, device: str) -> None:
         self.device, self.busy_s, self.wall_s = device, 0.0, 0.0
+        self.parts: dict[str, list[float]] = {"embedding": [], "block": [], "head": []}
 
     @contextmanager
     def of(self, schedule: Any) -> Iterator[None]:
         """Time the schedule and every piece of its work."""
         names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-        with _replaced(schedule, names, self._timed):
+        with _replaced(schedule, names, self._timed), self._timed_parts(schedule):
             began = self._now()
             yield
             self.wall_s += self._now() - began
+
+    def part_s(self, name: str) -> float | None:
+        """The median forward time of the embedding, of a block or of the head; None if this rank has none."""
+        return median(self.parts[name]) if self.parts[name] else None
+
+    @contextmanager
+    def _timed_parts(self, schedule: Any) -> Iterator[None]:
+        """Time every forward pass of embedding, blocks and head."""
+        with ExitStack() as stack:
+            for part in parts_of(schedule):
+                stage: Stage = part.submod
+                timed = [("block", block) for block in stage.blocks.values()]
+                timed += [("embedding", stage.embedding)] if stage.first else []
+                timed += [("head", stage.head)] if stage.last else []
+                for name, module in timed:
+                    began: list[float] = []
+                    before = module.register_forward_pre_hook(lambda *_, began=began: began.append(self._now()))
+                    after = module.register_forward_hook(
+                        lambda *_, began=began, name=name: self.parts[name].append(self._now() - began.pop())
+                    )
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+            yield
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -91,13 +116,17 @@ def before_first_backward(schedule: Any, read: Callable[[], None]) -> Iterator[N
         yield
 
 
+def parts_of(schedule: Any) -> list[Any]:
+    """torch's stages of this rank."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
 @contextmanager
 def _replaced(
     schedule: Any, names: Sequence[str], replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """Replace methods of all stages of a schedule."""
-    parts = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-    replaced = [(part, name) for part in parts for name in names]
+    replaced = [(part, name) for part in parts_of(schedule) for name in names]
     try:
         for part, name in replaced:
             setattr(part, name, replacement(getattr(part, name)))
