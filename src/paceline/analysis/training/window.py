@@ -212,11 +212,13 @@ def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     counts = np.diff(table.bounds)
     inside = np.repeat(chosen, counts)
     ranks, seconds = np.asarray(table.values("rank"))[inside], np.asarray(table.values("duration_s"))[inside]
-    totals: defaultdict[int, float] = defaultdict(float)
-    for rank, duration in zip(ranks.tolist(), seconds.tolist(), strict=True):
-        totals[rank] += duration
-    longest = max(totals, key=lambda rank: totals[rank], default=0)
     wall = np.full(int(chosen.sum()), math.nan)
+    if not len(ranks):
+        return wall
+    _, number = np.unique(ranks, return_inverse=True)
+    totals = np.bincount(number, weights=seconds)[number]
+    # Of ranks with equal windows, the first.
+    longest = ranks[np.argmax(totals)]
     # Backwards, so that the first of several samples of a rank at one step is kept.
     own = np.flatnonzero(ranks == longest)[::-1]
     step_of_row = np.repeat(np.arange(len(wall)), counts[chosen])
