@@ -20,7 +20,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 3 || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
 
-# Every combination of what `make test` tries once: three times as long.
+# Every combination of what `make test` tries once: several times as long.
 test-all: export PACELINE_EXHAUSTIVE = 1
 test-all: test
 

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # energy of its own, so the test of energy comes before them all.
     items.sort(key=lambda item: item.path != here / "test_gpu_gauges.py")
     for item in items:
-        if here in item.path.parents:
+        if item.path.parent == here:
             item.add_marker(pytest.mark.gpu)
             if machine.device_count() == 0:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

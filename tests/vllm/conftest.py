@@ -14,7 +14,7 @@ PROGRAM = "PACELINE_TEST_VLLM"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.path.parent == here:
             item.add_marker(pytest.mark.vllm)
             if not os.environ.get(PROGRAM):
                 item.add_marker(pytest.mark.skip(reason=f"{PROGRAM} names no vllm: make vllm-test"))

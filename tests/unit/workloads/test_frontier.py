@@ -47,13 +47,13 @@ def search(limit: int, guess: int | None, most: int = 1024) -> list[int]:
     return list(ended)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 63, 64, 100, 1023, 1024, 5000])
 @pytest.mark.parametrize("guess", [None, 0, 1, 2, 50, 64, 100, 1024])
-def test_the_bracket_closes_around_the_limit(limit: int, guess: int | None) -> None:
-    tried = search(limit, guess)
-    assert min(limit, 1024) in (0, *tried)
-    assert limit + 1 in tried or limit >= 1024
-    assert len(tried) <= 22
+def test_the_bracket_closes_around_the_limit(guess: int | None) -> None:
+    for limit in (0, 1, 2, 3, 7, 63, 64, 100, 1023, 1024, 5000):
+        tried = search(limit, guess)
+        assert min(limit, 1024) in (0, *tried), limit
+        assert limit + 1 in tried or limit >= 1024, limit
+        assert len(tried) <= 22, limit
 
 
 @pytest.mark.parametrize(("off", "most"), [(0, 3), (1, 3), (-1, 6), (3, 8), (-3, 8)])

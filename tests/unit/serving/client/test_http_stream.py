@@ -47,15 +47,15 @@ def test_one_read_per_frame() -> None:
     assert (answer.pieces, answer.reported_tokens, answer.prompt_tokens, answer.coalesced) == (3, 3, 7, 0)
 
 
-@pytest.mark.parametrize("cut", range(1, len(WHOLE)))
-def test_cut_at_every_byte(cut: int) -> None:
-    response, whole = fed([WHOLE[:cut], WHOLE[cut:]])
-    assert whole == [False, True]
-    answer = understand(response.events())
-    assert "".join(answer.text) == "Zürich 0\r\n\r\n"
-    assert answer.damaged == 0
-    first = WHOLE.index(b"Z") < cut and WHOLE.index(b"\n\n", WHOLE.index("ür".encode())) + 2 <= cut
-    assert answer.first_read == (0 if first else 1)
+def test_cut_at_every_byte() -> None:
+    for cut in range(1, len(WHOLE)):
+        response, whole = fed([WHOLE[:cut], WHOLE[cut:]])
+        assert whole == [False, True], cut
+        answer = understand(response.events())
+        assert "".join(answer.text) == "Zürich 0\r\n\r\n", cut
+        assert answer.damaged == 0, cut
+        first = WHOLE.index(b"Z") < cut and WHOLE.index(b"\n\n", WHOLE.index("ür".encode())) + 2 <= cut
+        assert answer.first_read == (0 if first else 1), cut
 
 
 def test_byte_by_byte() -> None:
