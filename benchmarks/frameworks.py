@@ -104,8 +104,8 @@ def keep_locked(handle: int) -> None:
     subprocess.Popen(["sleep", "1"], pass_fds=[handle], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def build_optimizer(work: Work, model: Any) -> Any:
-    fused = {"fused": True} if work.best and work.device == "cuda" else {}
+def build_optimizer(work: Work, model: Any, may_fuse: bool = True) -> Any:
+    fused = {"fused": True} if work.best and may_fuse and work.device == "cuda" else {}
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, **fused)
 
 
@@ -222,7 +222,8 @@ def lightning(work: Work) -> None:
             return self.model(**batch).loss
 
         def configure_optimizers(self) -> Any:
-            return build_optimizer(work, self.model)
+            # With autocast, Lightning refuses to clip the gradients of a fused optimizer.
+            return build_optimizer(work, self.model, may_fuse=False)
 
     module = Module().train()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -316,6 +316,8 @@ def _utilisation(convention: str, *, recomputed: bool, of: Peak = dense_peak) ->
             weights = "4 per frozen weight and 6 per adapter weight" if tuning.has_adapters else "6 per weight"
             counted = f"{weights} and non-pad token, {counted}"
         share = rate.times(flops / peak / cell.spec.topology.world_size)
+        if cell.spec.script and share.value > 1:
+            return Estimate(None, f"MFU would be {share.value:.0%} {note}: the script does not do what was observed")
         return Estimate(share, f"{counted}, {note}")
 
     return formula

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import paceline_wire
 # Hyper-parameters that say how a step is computed, not what it computes.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", "params", "param_names")
 TOKEN_NAMES = ("input_ids", "tokens", "token_ids", "idx", "inputs")
+# Functions around a forward pass that are looked into.
+MOST_WRAPPERS = 20
 LABEL_NAMES = ("labels", "targets", "target", "label")
 
 
@@ -129,15 +131,51 @@ def autocast(device: str) -> str | None:
     return _dtype(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
+def hidden_autocast(root: Any) -> str | None:
+    """The dtype of an autocast that begins inside the model, where no hook sees it: by DeepSpeed or accelerate."""
+    import torch
+
+    if hasattr(root, "torch_autocast_enabled"):
+        return _dtype(root.torch_autocast_dtype()) if root.torch_autocast_enabled() else None
+    modules = [root, *(inner for name in ("_orig_mod", "module") if (inner := getattr(root, name, None)) is not None)]
+    waiting = [vars(module).get("forward") for module in modules]
+    for _ in range(MOST_WRAPPERS):
+        if not waiting:
+            break
+        call = waiting.pop(0)
+        if isinstance(call, torch.autocast):
+            return _dtype(call.fast_dtype)
+        # accelerate replaces `forward` by a function that holds the autocast and the forward that it wraps.
+        waiting += [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if _is_set(cell)]
+        waiting += [getattr(call, name) for name in ("__func__", "__wrapped__", "model_forward") if hasattr(call, name)]
+    return None
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return callable(cell.cell_contents)
+    except ValueError:
+        return False
+
+
 def precision_flags() -> dict[str, str]:
     """torch's switches that change the arithmetic of products."""
     import torch
 
-    return {
-        "float32_matmul_precision": str(torch.get_float32_matmul_precision()),
-        "cudnn.allow_tf32": str(torch.backends.cudnn.allow_tf32),
-        "default_dtype": str(torch.get_default_dtype()),
+    switches: dict[str, Callable[[], Any]] = {
+        "float32_matmul_precision": torch.get_float32_matmul_precision,
+        "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+        "default_dtype": torch.get_default_dtype,
     }
+    return {name: _read_switch(read) for name, read in switches.items()}
+
+
+def _read_switch(read: Callable[[], Any]) -> str:
+    try:
+        return str(read())
+    except RuntimeError:
+        # Set by torch's newer switches, as transformers does for compiled models; the older ones cannot be read then.
+        return "unknown"
 
 
 def _dtype(dtype: Any) -> str:

@@ -110,12 +110,19 @@ class Observer:
         self.depth += 1
         if self.depth == 1 and torch.is_grad_enabled() and self.root is not module:
             self.adopt(module, args)
+        elif self.depth > 1 and self.root is not None and not self.facts.get("autocast"):
+            self.note_inner_autocast()
 
     def leave_module(self, module: Any, args: Any, output: Any) -> None:
         import torch
 
         if not torch.compiler.is_compiling():
             self.depth = max(0, self.depth - 1)
+
+    @guarded
+    def note_inner_autocast(self) -> None:
+        """A framework may enter autocast inside the forward pass of its wrapper."""
+        self.facts["autocast"] = facts.autocast(self.facts["device"])
 
     @guarded
     def adopt(self, module: Any, args: Any) -> None:
@@ -289,6 +296,7 @@ class Observer:
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
         self.facts |= facts.about(self.root, optimizer)
+        self.facts["autocast"] = self.facts.get("autocast") or facts.hidden_autocast(self.root)
         self.facts["weights"] = digests.weights_of(self.root.named_parameters())
         self.facts["flags"] = facts.precision_flags()
         self.facts["began_at_s"] = time.time()
