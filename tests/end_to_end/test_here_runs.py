@@ -220,7 +220,7 @@ def test_a_wrong_experiment_ends_all_processes_with_one_sentence(tmp_path: Path,
 
 
 def run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.fixture
