@@ -159,8 +159,12 @@ class Stage:
         def read(moment: str) -> None:
             moments[moment] = self.ledger.live_bytes + self.workspace_bytes
 
+        length = sequence_length or self.spec.training.sequence_length
+        if layout_of(self.spec).pp > 1:
+            # A pipeline makes its buffers for messages in the first step of a batch size, and keeps them.
+            self._run(self.trainer, micro_batch, length)
         traced = TracedTrainer(self.trainer, 0, read, self.ledger.reset_peak)
-        self._run(traced, micro_batch, sequence_length or self.spec.training.sequence_length)
+        self._run(traced, micro_batch, length)
         return components(moments, self.ledger.peak_bytes + self.workspace_bytes, traced.held)
 
     def _run(self, trainer: Trainer, micro_batch: int, sequence_length: int) -> None:
