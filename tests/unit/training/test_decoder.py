@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from paceline.errors import UnsupportedError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
 from paceline.models import arithmetic  # noqa: E402
 from paceline.models.shape import Shape  # noqa: E402
@@ -250,3 +252,15 @@ def test_padding_of_the_head_changes_neither_loss_nor_gradient(dtype: torch.dtyp
 def test_a_head_that_needs_no_padding_gets_none() -> None:
     weight = torch.randn(128, 4)
     assert decoder.padded_head(weight) == (weight, None)
+
+
+def test_compiling_without_a_compiler_is_unsupported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from paceline.experiment.compilation import Compilation
+    from paceline.training.strategies._torch import compile_subject
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    module: Any = torch.nn.Linear(2, 2)
+    compile_subject(module, None)
+    with pytest.raises(UnsupportedError, match=r"needs a C compiler .* --set compile=false"):
+        compile_subject(module, Compilation("default"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,6 +64,7 @@ def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: 
     between the blocks, and for a fine-tuned model, since its outer code is not ours."""
     if wanted is None:
         return
+    require_compiler()
     if isinstance(subject, finetuned.Tuned):
         finetuned.prepare_compiler(subject.checkpointing)
     elif not per_block and wanted.scope != "block":
@@ -70,6 +73,15 @@ def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: 
     for block in subject.blocks:
         block.compile(mode=wanted.mode)
     subject._loss = torch.compile(subject._loss, mode=wanted.mode)  # type: ignore[assignment, method-assign]
+
+
+def require_compiler() -> None:
+    """UnsupportedError without a C compiler: Triton builds its launchers, and torch its kernels for CPUs, with one."""
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        raise UnsupportedError(
+            "torch.compile needs a C compiler (gcc or clang), and this host has none. Install one, or use "
+            "--set compile=false"
+        )
 
 
 def require_graphs() -> None:
