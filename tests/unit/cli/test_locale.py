@@ -32,7 +32,7 @@ for request in json.loads(sys.argv[1]):
 
 
 @pytest.fixture
-def verbs(tmp_path: Path, make_spec: Make, make_run: Make, reseal: Make) -> dict[str, tuple[list[str], int]]:
+def verbs(tmp_path: Path, make_spec: Make, make_run: Make, reseal: Make) -> dict[str, tuple[list[str], int | set[int]]]:
     """A request for each verb that starts nothing and ends by itself, and its exit code."""
     out = tmp_path / "Zürich"
     run_dir = make_run(out, make_spec("ddp", 1), Status.FAILED, "no number: Zürich")
@@ -56,7 +56,8 @@ def verbs(tmp_path: Path, make_spec: Make, make_run: Make, reseal: Make) -> dict
         "capsule": (["capsule", str(out), target], 0),
         "replay": (["replay", target, "--dry-run", "--out", str(tmp_path / "again")], 2),
         "import": (["import", str(table), "--out", str(tmp_path / "claimed")], 0),
-        "doctor": (["doctor"], 1),
+        # 1 on a busy machine.
+        "doctor": (["doctor"], {0, 1}),
         "cluster": (["cluster", "init"], 0),
         "list": (["list", "presets"], 0),
         "run": (["run", str(yaml.with_name("größer.yaml"))], 2),
@@ -64,7 +65,7 @@ def verbs(tmp_path: Path, make_spec: Make, make_run: Make, reseal: Make) -> dict
 
 
 def test_every_verb_prints_what_an_ascii_terminal_can_show(
-    verbs: dict[str, tuple[list[str], int]], environment: Make
+    verbs: dict[str, tuple[list[str], int | set[int]]], environment: Make
 ) -> None:
     requests = [["--help"], *([name, "--help"] for name in _names()), *(request for request, _ in verbs.values())]
     env = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
@@ -74,7 +75,9 @@ def test_every_verb_prints_what_an_ascii_terminal_can_show(
     shown = done.stdout.decode("ascii")
     assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")[-3000:]
     codes = {part.split()[0]: int(part.rpartition("CODE")[2]) for part in shown.split("VERB ")[-len(verbs) :]}
-    assert codes == {name: code for name, (_, code) in verbs.items()}
+    wanted = {name: code if isinstance(code, set) else {code} for name, (_, code) in verbs.items()}
+    assert codes.keys() == wanted.keys()
+    assert {name: code for name, code in codes.items() if code not in wanted[name]} == {}
     assert "Z?rich" in shown
 
 
