@@ -135,16 +135,17 @@ SCENARIOS = {
         )
         for kind in ("job", "jobset", "trainjob")
     },
-    "dissolved": Scenario(
-        "failed", rf"in namespace dissolved .* the namespace deleted|{GONE}", LONG, meanwhile=delete_namespace
-    ),
-    "dissolved-train": Scenario(
-        "failed",
-        rf"in namespace dissolved-train .* the namespace deleted|{GONE}",
-        LONG,
-        {"kind": "trainjob"},
-        meanwhile=delete_namespace,
-    ),
+    # The controllers of a namespace remove its pods first.
+    **{
+        name: Scenario(
+            "preempted",
+            rf"^pod paceline-\S+ on {name}-. was deleted while the job was running",
+            LONG,
+            {"kind": kind},
+            meanwhile=delete_namespace,
+        )
+        for name, kind in (("dissolved", "job"), ("dissolved-train", "trainjob"))
+    },
     "overdrawn": Scenario(
         "failed",
         r"after 15 s \d of 2 pods have started: FailedCreate: .*exceeded quota: team, requested: requests.cpu=1, "
@@ -256,9 +257,7 @@ def test_a_certified_campaign_on_two_pods_ends_with_a_report(
     trained = next(record for record in found if record.spec.strategy is not None)
     assert {outcome.host for outcome in trained.outcomes} == {f"{name}-a", f"{name}-b"}
     report = json.loads((out / name / "report.json").read_text())
-    certificates = [run["certificate"] for run in report["runs"] if run.get("certificate")]
-    assert certificates
-    assert all(certificate["valid"] for certificate in certificates)
+    assert [certificate["valid"] for certificate in report["certificates"]] == [True]
     until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
 
 

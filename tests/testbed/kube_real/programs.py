@@ -148,19 +148,21 @@ class Manager:
         self._name, self._manifests = name, programs / name
         self.port, self._health = free_port(), free_port()
         own = folder / name
-        # Where the library of all three looks for the certificate of its webhooks.
+        # Where the library of JobSet and Trainer looks for the certificate of its webhooks; Kueue is told.
         certificates = own / "k8s-webhook-server/serving-certs"
         certificates.mkdir(parents=True)
         for file in ("tls.crt", "tls.key"):
             (certificates / file).write_bytes((folder / file).read_bytes())
         self._bundle = base64.b64encode((folder / "tls.crt").read_bytes()).decode()
-        config = {
+        config: dict[str, Any] = {
             **MANAGERS[name],
             **NO_METRICS,
             "kind": "Configuration",
             "webhook": {"host": "127.0.0.1", "port": self.port},
             "health": {"healthProbeBindAddress": f"127.0.0.1:{self._health}"},
         }
+        if name == "kueue":
+            config["webhook"]["certDir"] = str(certificates)
         (own / "config.yaml").write_text(yaml.safe_dump(config))
         words = [str(programs / f"{name}-manager"), f"--config={own / 'config.yaml'}"]
         if name == "kueue":

@@ -418,11 +418,17 @@ def create_service(cluster: Cluster, manifest: Object, owner: Object) -> None:
 
 def _make_room(cluster: Cluster, manifest: Object, resource: Resource) -> Object | None:
     """Return the job of this attempt if it is active. Otherwise remove earlier attempts, wait until their pods are
-    gone, and return None: two attempts must not write into one directory."""
+    gone, and return None: two attempts must not write into one directory.
+
+    The Job of a deleted JobSet or TrainJob is removed a little later, and its failure must not pass for that of the
+    next attempt, whose Job has the same name.
+    """
     name, deadline = manifest["metadata"]["name"], time.monotonic() + REMOVAL_S
+    child = resource.child.format(name=name)
     while True:
         known = cluster.read(resource, name)
-        if known is None and _is_empty(cluster, name):
+        is_left = resource is not _JOB and cluster.read(_JOB, child) is not None
+        if known is None and not is_left and _is_empty(cluster, name):
             return None
         if known is not None:
             if not is_ours(known, name):

@@ -275,6 +275,34 @@ def test_no_attempt_starts_beside_pods_of_an_earlier_one(
     assert not cluster.objects
 
 
+@pytest.mark.parametrize("job", [{"kind": "jobset"}, {"kind": "trainjob"}], indirect=True)
+def test_the_failed_job_of_an_earlier_attempt_is_gone_before_the_next_one_is_created(
+    cluster: KnownCluster, job: Job
+) -> None:
+    """The cluster removes the Job of a deleted JobSet or TrainJob later than that: it must not end the next attempt."""
+    resource = run.RESOURCES[str(job.settings["kind"])]
+    child = resource.child.format(name=job.name)
+    failed = {
+        "metadata": {"name": child, "uid": "old"},
+        "status": {"conditions": [{"type": "Failed", "status": "True"}]},
+    }
+    cluster.objects["jobs", child] = failed
+    read, readings = cluster.read, []
+
+    def read_and_remove(wanted: Resource, name: str) -> Any:
+        if (wanted.plural, name) == ("jobs", child):
+            assert not [key for key in cluster.objects if key[0] == resource.plural], "created too early"
+            readings.append(name)
+            if len(readings) == 3:
+                del cluster.objects["jobs", child]
+        return read(wanted, name)
+
+    cluster.read = read_and_remove  # type: ignore[method-assign]
+    kubernetes.submit(job)
+    assert len(readings) >= 3
+    assert (resource.plural, str(job.name)) in cluster.objects
+
+
 @pytest.mark.parametrize("stop", [LaunchError("not permitted to create"), KeyboardInterrupt()])
 @pytest.mark.parametrize(
     ("job", "plural"),
