@@ -1,4 +1,4 @@
-"""Requests that carry a key go to the address that was given, and nowhere else."""
+"""Requests with a key are sent to the given address only: redirects are refused."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def shorter_sequences(spec: RunSpec) -> Alternative | None:
     if not lengths:
         return None
     if layout_of(spec).cp > 1:
-        # Ranks that share a sequence were told its length when they were set up.
+        # Ranks that share a sequence know its length since their set-up.
         lengths = lengths[:1]
     shorter = replace(spec, training=replace(t, sequence_length=lengths[0]))
     return Alternative(shorter, tuple((t.micro_batch, length) for length in lengths), keeps_work=False)
