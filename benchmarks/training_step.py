@@ -4,8 +4,9 @@ Each variant trains the same decoder on the same tokens in a process of its own:
 SECONDS, then two steps under torch's profiler. A variant whose losses differ from those of `base` by more than bf16
 explains is different work, whatever its speed. `floor` times every product and the attention of a layer alone.
 
-Run `python benchmarks/training_step.py [--shape gpt2|llama-1b] [--variants base,loss,...] [--out DIR]`; one JSON line
-per variant, and one file of kernels each in DIR. `--tiny` rehearses everything on a CPU. Nothing here passes or fails.
+Run `python benchmarks/training_step.py [--shape NAME] [--variants base,loss,...] [--out DIR]`; one JSON line per
+variant, and one file of kernels each in DIR. `--tiny` rehearses everything on a CPU. Nothing here passes or fails.
+llama-8b fits on one card of 141 GB with its activations recomputed; 8 of its 32 layers are a shape of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,21 @@ class Case:
     model: str
     micro_batch: int
     length: int
+    checkpointing: str = "none"
 
 
-CASES = {"gpt2": Case("gpt2-124m", 64, 1024), "llama-1b": Case("llama-1b", 8, 4096)}
-TINY = {"gpt2": Case("tiny", 2, 32), "llama-1b": Case("tiny-llama", 2, 32)}
+CASES = {
+    "gpt2": Case("gpt2-124m", 64, 1024),
+    "llama-1b": Case("llama-1b", 8, 4096),
+    "llama-8b": Case("llama-8b", 2, 4096, "full"),
+    "llama-8b-8-layers": Case("llama-8b:layers=8", 2, 4096),
+}
+TINY = {
+    "gpt2": Case("tiny", 2, 32),
+    "llama-1b": Case("tiny-llama", 2, 32),
+    "llama-8b": Case("tiny-llama", 1, 32, "full"),
+    "llama-8b-8-layers": Case("tiny-llama:layers=1", 1, 32),
+}
 # Part of a kernel's name -> what it does; the first that fits. Other kernels are elementwise.
 CLASSES = {
     "attention": ("flash", "fmha", "sdpa"),
@@ -122,15 +134,31 @@ def with_inductor(**settings: Any) -> Callable[[], None]:
     return change
 
 
-# Name -> what is changed before the model is built, and the field `compile`.
-VARIANTS: dict[str, tuple[Callable[[], None] | None, bool | str]] = {
-    "base": (None, True),
-    "loss": (with_the_gradient_in_the_loss, True),
-    "gate": (with_two_products_for_the_gate, True),
-    "tuned": (with_inductor(coordinate_descent_tuning=True), True),
-    "flash": (None, True),
-    "block": (None, "default:scope=block"),
-    "autotuned": (None, "max-autotune-no-cudagraphs"),
+def with_both() -> None:
+    with_the_gradient_in_the_loss()
+    with_two_products_for_the_gate()
+
+
+@dataclass(frozen=True)
+class Variant:
+    change: Callable[[], None] | None = None  # before the model is built
+    compile: bool | str = True
+    compute: str = "bf16"
+
+
+VARIANTS = {
+    "base": Variant(),
+    "loss": Variant(with_the_gradient_in_the_loss),
+    "gate": Variant(with_two_products_for_the_gate),
+    "both": Variant(with_both),
+    "tuned": Variant(with_inductor(coordinate_descent_tuning=True)),
+    "flash": Variant(),
+    "block": Variant(compile="default:scope=block"),
+    "autotuned": Variant(compile="max-autotune-no-cudagraphs"),
+    "reduce-overhead": Variant(compile="reduce-overhead"),
+    "float8": Variant(compute="float8"),
+    "float8_rowwise": Variant(compute="float8_rowwise"),
+    "float8_rowwise_gw_hp": Variant(compute="float8_rowwise_gw_hp"),
 }
 
 
@@ -140,8 +168,9 @@ VARIANTS: dict[str, tuple[Callable[[], None] | None, bool | str]] = {
 class Bench:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.device = "cuda" if machine.device_kind() == "cuda" and not asked.tiny else "cpu"
-        self.case, self.out = (TINY if asked.tiny else CASES)[asked.shape], asked.out
-        self.seconds = 0.1 if asked.tiny else SECONDS
+        case = (TINY if asked.tiny else CASES)[asked.shape]
+        self.case, self.out = replace(case, micro_batch=asked.micro_batch or case.micro_batch), asked.out
+        self.seconds = 0.1 if asked.tiny else asked.seconds
 
     def wait(self) -> None:
         if self.device == "cuda":
@@ -157,10 +186,10 @@ class Bench:
         return (time.perf_counter() - began) / repeats
 
     def train(self, variant: str) -> dict[str, Any]:
-        change, compiled = VARIANTS[variant]
-        if change is not None:
-            change()
-        spec = self.spec(compiled)
+        chosen = VARIANTS[variant]
+        if chosen.change is not None:
+            chosen.change()
+        spec = self.spec(chosen)
         shape = arithmetic.load(spec.model)
         corpus = open_corpus(spec.training.data, shape.vocab, self.case.length, spec.seed)
         batches = [Partition.of(spec, 0).step_batch(corpus, step) for step in range(4)]
@@ -195,12 +224,13 @@ class Bench:
         found |= {"mfu_full_attention": rate * flops / PEAK_FLOPS, "peak_bytes": peak, "ready_s": ready_s}
         return {**found, "losses": [loss.item() for loss in losses[:8]], "kernels_ms": classes}
 
-    def spec(self, compiled: bool | str) -> RunSpec:
+    def spec(self, chosen: Variant) -> RunSpec:
         training = Training(
             sequence_length=self.case.length,
             micro_batch=self.case.micro_batch,
-            precision=Precision(compute="bf16"),
-            compile=compiled,
+            precision=Precision(compute=chosen.compute),
+            compile=chosen.compile,
+            checkpointing=self.case.checkpointing,
         )
         return RunSpec(
             experiment="training-step",
@@ -312,6 +342,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=CASES, default="gpt2")
     parser.add_argument("--variants", default="floor,base,loss,gate,tuned,flash")
+    parser.add_argument("--micro-batch", type=int, help="rows of a step instead of the shape's own")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per variant")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--launch", help=argparse.SUPPRESS)
