@@ -110,8 +110,8 @@ class JobState:
 
     waiting: why it has not started, in the engine's words. status, reason: how it ended, if the engine knows what no
     rank could report (preempted, evicted, timed out); None if the outcomes of the ranks decide. lost: nodes that are
-    gone and whose outcomes are not needed, see `may_be_lost`. recurs: the job could not start for a reason that the
-    same request would meet again, such as a missing image or too few nodes.
+    gone and whose outcomes are not needed, see `may_be_lost`. recurs: the job ended for a reason that the same
+    request would meet again, such as a missing image or too few nodes.
     """
 
     running: bool

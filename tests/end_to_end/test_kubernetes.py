@@ -41,6 +41,7 @@ from testbed.kube_scenarios import (
     play,
     rotate,
     until,
+    without_namespace,
 )
 from testbed.ports import free_port
 
@@ -157,12 +158,7 @@ SCENARIOS = {
         {"kind": "jobset"},
         meanwhile=delete_pod,
     ),
-    "dissolved": Scenario(
-        "failed",
-        r"in namespace dissolved .* the permission was removed, or the namespace deleted|the job \S+ is (gone|being)",
-        LONG,
-        meanwhile=delete_namespace,
-    ),
+    "dissolved": Scenario("failed", without_namespace("dissolved"), LONG, meanwhile=delete_namespace),
     "overdrawn": Scenario(
         "failed",
         r"after 4 s \d of 2 pods have started: FailedCreate: .*exceeded quota: team, requested: requests.cpu=1, "

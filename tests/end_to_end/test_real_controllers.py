@@ -35,6 +35,7 @@ from testbed.kube_scenarios import (
     play,
     rotate,
     until,
+    without_namespace,
 )
 from testbed.ports import free_port
 
@@ -135,15 +136,8 @@ SCENARIOS = {
         )
         for kind in ("job", "jobset", "trainjob")
     },
-    # The controllers of a namespace remove its pods first.
     **{
-        name: Scenario(
-            "preempted",
-            rf"^pod paceline-\S+ on {name}-. was deleted while the job was running",
-            LONG,
-            {"kind": kind},
-            meanwhile=delete_namespace,
-        )
+        name: Scenario("failed", without_namespace(name), LONG, {"kind": kind}, meanwhile=delete_namespace)
         for name, kind in (("dissolved", "job"), ("dissolved-train", "trainjob"))
     },
     "overdrawn": Scenario(

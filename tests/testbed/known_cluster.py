@@ -27,6 +27,7 @@ class KnownCluster(Cluster):
         self.deleted: list[tuple[str, str]] = []
         self.told: list[dict[str, Any]] = []
         self.refusal: LaunchError | None = None
+        self.is_being_deleted = False
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
         key = (resource.plural, manifest["metadata"]["name"])
@@ -39,6 +40,9 @@ class KnownCluster(Cluster):
 
     def read(self, resource: Resource, name: str) -> dict[str, Any] | None:
         return self.objects.get((resource.plural, name))
+
+    def has_namespace(self, resource: Resource, name: str) -> bool:
+        return not self.is_being_deleted
 
     def delete(self, resource: Resource, name: str) -> None:
         if self.refusal:

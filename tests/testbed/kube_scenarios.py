@@ -46,6 +46,12 @@ def delete_namespace(bed: Bed, name: str, spec: RunSpec) -> None:
     bed.cluster.delete_namespace(name)
 
 
+def without_namespace(name: str) -> str:
+    """How a run ends whose namespace was deleted: the pods go first, then the job and the rights, in no order."""
+    gone = rf"^the job \S+ is being deleted: somebody deleted its namespace {name}; try: paceline cluster init"
+    return rf"{gone}|in namespace {name} .* the permission was removed, or the namespace deleted"
+
+
 def rotate(bed: Bed, name: str, spec: RunSpec) -> None:
     """The beginning of the logs is gone, and whoever follows them has to begin again."""
     moving(bed, name, spec)

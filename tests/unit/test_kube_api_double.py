@@ -249,6 +249,20 @@ def test_what_is_owned_goes_with_its_owner_unless_it_is_orphaned(api: Any) -> No
     until(lambda: not pods_of(api, "careless"))
 
 
+def test_a_deleted_namespace_takes_no_more_and_loses_its_pods_before_their_job(api: Any, cluster: Cluster) -> None:
+    """As real ones do (`OrderedNamespaceDeletion`): the roles and the Job are there until the last pod is gone."""
+    space = "passing"
+    api.core.create_namespace({"metadata": {"name": space}})
+    api.batch.create_namespaced_job(space, job("held", "sleep 60", pod={"terminationGracePeriodSeconds": 1}))
+    until(lambda: [p for p in api.core.list_namespaced_pod(space).items if p.status.phase == "Running"])
+    cluster.delete_namespace(space)
+    until(lambda: api.core.list_namespaced_pod(space).items[0].metadata.deletion_timestamp)
+    assert api.batch.read_namespaced_job("held", space).metadata.deletion_timestamp is None
+    code, body = refusal(lambda: api.batch.create_namespaced_job(space, job("held", ""), dry_run="All"))
+    assert (code, body["message"].endswith("in namespace passing because it is being terminated")) == (403, True)
+    until(lambda: space not in {each.metadata.name for each in api.core.list_namespace().items})
+
+
 def test_a_failed_pod_a_deadline_and_a_lifetime_end_a_job(api: Any) -> None:
     api.batch.create_namespaced_job(NAMESPACE, job("fails", 'test "$JOB_COMPLETION_INDEX" = 0 || exit 3; sleep 60', 2))
     api.batch.create_namespaced_job(NAMESPACE, job("late", "sleep 60", activeDeadlineSeconds=1))

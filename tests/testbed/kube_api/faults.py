@@ -91,7 +91,7 @@ class Accidents:
         self.state.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
     def delete_namespace(self, name: str) -> None:
-        """Somebody does `kubectl delete namespace`: all that is in it goes, in no order, also the roles."""
+        """Somebody does `kubectl delete namespace`: its pods go first, then all the rest, also the roles."""
         self.state.delete(NAMESPACES, "", name)
 
     def delete_job(self, namespace: str, name: str) -> None:

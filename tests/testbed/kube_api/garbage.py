@@ -35,12 +35,14 @@ class Garbage:
             self._state.modify(resource, obj, lambda o: o["metadata"].update(finalizers=rest))
 
     def _empty_namespaces(self) -> None:
+        """Pods go first, and everything else after the last of them, also roles (`OrderedNamespaceDeletion`)."""
         for namespace in self._state.list(NAMESPACES):
             if not namespace["metadata"].get("deletionTimestamp"):
                 continue
             name = namespace["metadata"]["name"]
             inside = [(r, o) for r, o in self._state.everything() if o["metadata"].get("namespace") == name]
-            for resource, obj in inside:
+            pods = [(resource, obj) for resource, obj in inside if resource == PODS]
+            for resource, obj in pods or inside:
                 if not obj["metadata"].get("deletionTimestamp"):
                     with suppress(Refusal):
                         self._state.delete(resource, name, obj["metadata"]["name"], "Background")

@@ -54,6 +54,8 @@ class Api:
             message = "the namespace of the provided object does not match the namespace sent on the request"
             raise refusals.bad_request(message)
         with self.state.changed:
+            # The real one checks the namespace before it reads the object.
+            self.state.check_namespace(resource, self._where(request), (body.get("metadata") or {}).get("name") or "")
             obj = admission.admit(self.state, resource, self._where(request), body)
             created = self.state.create(resource, self._where(request), obj, dry=request.is_dry)
             if resource == JOBS and not request.is_dry:

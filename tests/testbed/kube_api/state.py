@@ -103,12 +103,7 @@ class State:
         if not meta.get("name") and meta.get("generateName"):
             meta["name"] = meta["generateName"] + suffix()
         with self.changed:
-            space = self._objects.get((NAMESPACES, "", namespace))
-            if resource.namespaced and space is None:
-                raise refusals.not_found(NAMESPACES, namespace)
-            if resource.namespaced and space["metadata"].get("deletionTimestamp"):
-                why = f"unable to create new content in namespace {namespace} because it is being terminated"
-                raise refusals.forbidden(resource, meta["name"], why)
+            self.check_namespace(resource, namespace, meta["name"])
             key = (resource, namespace, meta["name"])
             if key in self._objects:
                 raise refusals.already_exists(resource, meta["name"])
@@ -118,6 +113,15 @@ class State:
             if not dry:
                 self._write("ADDED", key, obj)
             return clone(obj)
+
+    def check_namespace(self, resource: Resource, namespace: str, name: str) -> None:
+        """Refuse a creation in a namespace that does not exist, or is being deleted."""
+        space = self.find(NAMESPACES, "", namespace)
+        if resource.namespaced and space is None:
+            raise refusals.not_found(NAMESPACES, namespace)
+        if resource.namespaced and space["metadata"].get("deletionTimestamp"):
+            why = f"unable to create new content in namespace {namespace} because it is being terminated"
+            raise refusals.forbidden(resource, name, why)
 
     def update(self, resource: Resource, namespace: str, given: Object, *, dry: bool = False) -> Object:
         """PUT: refused when the object was changed since it was read."""

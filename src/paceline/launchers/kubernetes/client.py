@@ -31,6 +31,8 @@ REQUEST_S = (10.0, 60.0)
 FORBIDDEN_S = 20.0
 # The server's answer to a missing right. Quotas, policies and a namespace under deletion answer 403 too.
 _NO_RIGHT = re.compile(r"\bcannot \S+ (resource|path)\b")
+# The server's answers to a creation in a namespace that is being deleted, or is gone.
+_NO_NAMESPACE = re.compile(r"because it is being terminated|\bnamespaces \S+ not found")
 # The server is starting, overloaded, or behind a proxy that cannot reach it.
 _UNAVAILABLE = (429, 500, 502, 503, 504)
 _SERVICE = Resource("v1", "services", "")
@@ -137,6 +139,21 @@ class Cluster:
             else:
                 method, where = self._custom.delete_namespaced_custom_object, (*self._path(resource), name)
                 self._request("delete", resource, method, *where, propagation_policy="Background")
+
+    def has_namespace(self, resource: Resource, name: str) -> bool:
+        """Whether the namespace exists and is not being deleted. Reading it needs more rights than a run has, so this
+        is a dry run of a creation: the server checks the namespace before it reads the object."""
+        manifest = {"apiVersion": resource.api, "kind": resource.kind, "metadata": {"name": name}}
+        method = self._custom.create_namespaced_custom_object
+        try:
+            self._request("create", resource, method, *self._path(resource), manifest, dry_run="All")
+        except Forbidden:
+            # The roles of a namespace are deleted with it; the refusal says so.
+            if self.rights.are_known("create", resource.plural):
+                raise
+        except LaunchError as refusal:
+            return _NO_NAMESPACE.search(str(refusal)) is None
+        return True
 
     def create_service(self, manifest: Mapping[str, Any]) -> None:
         """Create a Service, unless an earlier controller already did."""

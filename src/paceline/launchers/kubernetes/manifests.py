@@ -56,12 +56,14 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of objects of the API server. done: condition of success. child: name of the Job that owns the pods."""
+    """A kind of objects of the API server. done: condition of success. child: name of the Job that owns the pods. kind:
+    only of objects that a run is submitted as."""
 
     api: str
     plural: str
     done: str
     child: str = "{name}"
+    kind: str = ""
 
     @property
     def group_and_version(self) -> tuple[str, str]:
@@ -70,9 +72,9 @@ class Resource:
 
 
 RESOURCES = {
-    "job": Resource("batch/v1", "jobs", "Complete"),
-    "jobset": Resource("jobset.x-k8s.io/v1alpha2", "jobsets", "Completed", f"{{name}}-{GROUP}-0"),
-    "trainjob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs", "Complete", f"{{name}}-{GROUP}-0"),
+    "job": Resource("batch/v1", "jobs", "Complete", kind="Job"),
+    "jobset": Resource("jobset.x-k8s.io/v1alpha2", "jobsets", "Completed", f"{{name}}-{GROUP}-0", "JobSet"),
+    "trainjob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs", "Complete", f"{{name}}-{GROUP}-0", "TrainJob"),
 }
 RUNTIME = Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes", "")
 

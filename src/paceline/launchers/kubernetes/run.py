@@ -183,7 +183,7 @@ class Run:
         if self.state.running and time.monotonic() - self.polled_at >= POLL_S:
             snapshot = self._snapshot()
             self.logs.follow(pod["metadata"]["name"] for pod in snapshot.pods if states.has_started(pod))
-            self.state, self.is_over = self._judge(snapshot), states.is_over(snapshot)
+            self.state, self.is_over = self._explain(self._judge(snapshot)), states.is_over(snapshot)
             self.has_ended = snapshot.main is not None and states.has_ended(snapshot.main, snapshot.done)
             self.polled_at = time.monotonic()
         return self.state
@@ -237,6 +237,17 @@ class Run:
             reason = f"after {limit:g} s {state.waiting}"
             return JobState(running=False, status=Status.FAILED, reason=reason, recurs=True)
         return state
+
+    def _explain(self, state: JobState) -> JobState:
+        """Return the state with a deleted namespace as its cause. The cluster deletes the pods of such a namespace
+        first and the job after the last of them, so that its end looks like that of pods that somebody deleted."""
+        may_be = state.status in (None, Status.PREEMPTED, Status.FAILED) and state.exit_code != 0
+        if state.running or not may_be or self.cluster.has_namespace(self.resource, self.name):
+            return state
+        namespace = self.cluster.namespace
+        what = f"the job {self.name} is being deleted: somebody deleted its namespace {namespace}"
+        reason = f"{what}; try: paceline cluster init --namespace {namespace} --apply"
+        return replace(state, status=Status.FAILED, reason=reason, recurs=True)
 
     def collect(self, run_dir: Path) -> str | None:
         """Fetch missing files. Returns a sentence about those that could not be fetched."""

@@ -59,6 +59,7 @@ _NO_INDEX_LIMIT = (
     "the cluster dropped backoffLimitPerIndex from the Job (Kubernetes before 1.29, or the feature is off): "
     "the loss of any node ends this run"
 )
+_AGAIN = "repeat the run with --resume"
 
 
 # --- one snapshot ---
@@ -82,7 +83,7 @@ def state_of(snapshot: Snapshot) -> JobState:
     """Return whether the run is waiting, running or ended, and how it ended."""
     if is_deleted(snapshot):
         gone = "is gone" if snapshot.main is None else "is being deleted"
-        return _ended(snapshot, Status.FAILED, f"the job {snapshot.name} {gone}: somebody else deleted it")
+        return _ended(snapshot, Status.FAILED, f"the job {snapshot.name} {gone}: somebody else deleted it; {_AGAIN}")
     if condition(snapshot.main, snapshot.done):
         return JobState(running=False, exit_code=0)
     failed = condition(snapshot.main, "Failed") or next(_failures(snapshot.job), None)
@@ -284,11 +285,13 @@ class Deletions:
     """Pods that were deleted while their Job went on (`kubectl delete pod`, a descheduler).
 
     Their ranks are asked to end and report nothing, and the others report a lost connection, so that only the cluster
-    knows the cause. No condition says it afterwards, and the pod disappears. A Job that ends deletes its pods too, but
-    not before it has failed.
+    knows the cause. No condition says it afterwards, and the pod disappears. A Job that fails deletes its pods too, and
+    the snapshot may have read the Job before it said so: beside a pod that failed by itself, a deleted pod is only
+    suspected until the Job tells when it failed.
     """
 
     by_name: dict[str, Object] = field(default_factory=dict)
+    _suspected: dict[str, Object] = field(default_factory=dict)
     _seen: dict[str, Object] = field(default_factory=dict)
 
     def watch(self, snapshot: Snapshot) -> None:
@@ -297,10 +300,16 @@ class Deletions:
         if is_deleted(snapshot) or is_suspended(snapshot):
             return
         ending = next(_failures(snapshot.job), None)
-        deleted = {name: pod for name, pod in listed.items() if _was_deleted(pod, before=ending)}
-        if ending is None:
+        going = {name: pod for name, pod in listed.items() if pod["metadata"].get("deletionTimestamp")}
+        if ending is not None:
+            suspected = {**self._suspected, **going}
+            deleted = {name: pod for name, pod in suspected.items() if _was_deleted(pod, before=ending)}
+        else:
             vanished = {name: pod for name, pod in self._seen.items() if name not in listed}
-            deleted |= {name: pod for name, pod in vanished.items() if not _is_explained(pod)}
+            deleted = {name: pod for name, pod in {**going, **vanished}.items() if not _is_explained(pod)}
+            if _may_be_failing(snapshot):
+                self._suspected |= deleted
+                deleted = {}
         # What was found first stays first.
         self.by_name = {**self.by_name, **deleted}
         self._seen |= listed
@@ -320,15 +329,22 @@ def _is_explained(pod: Object) -> bool:
     return is_finished or condition(pod, DISRUPTED) is not None
 
 
-def _was_deleted(pod: Object, before: Object | None) -> bool:
-    """Whether the deletion of a running pod was requested, and earlier than the Job failed. The server's clock wrote
-    both times; within the same second the Job counts as the cause."""
+def _may_be_failing(snapshot: Snapshot) -> bool:
+    """Whether a pod failed by itself, so that its Job may be deleting the others though it did not say so yet. The pods
+    were listed at one moment: no Job deletes a pod before a failed one is listed, except at its deadline."""
+    job: Object = snapshot.job or {}
+    failed = (pod for pod in snapshot.pods if pod.get("status", {}).get("phase") == "Failed")
+    is_per_index = job.get("spec", {}).get("backoffLimitPerIndex") is not None
+    return not is_per_index and any(not pod["metadata"].get("deletionTimestamp") for pod in failed)
+
+
+def _was_deleted(pod: Object, before: Object) -> bool:
+    """Whether the deletion of a pod was requested earlier than its Job failed. The server's clock wrote both times;
+    within the same second the Job counts as the cause."""
     metadata = pod["metadata"]
     if not metadata.get("deletionTimestamp") or condition(pod, DISRUPTED):
         return False
-    if before is None:
-        return not _is_explained(pod)
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         # The time of a deletion is when the grace period ends.
         grace = timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
         requested = datetime.fromisoformat(metadata["deletionTimestamp"]) - grace

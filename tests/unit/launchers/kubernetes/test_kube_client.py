@@ -189,6 +189,31 @@ def test_a_server_that_is_away_for_a_moment_is_retry_once(code: int, cluster: Cl
     assert len(answers.asked) == 3
 
 
+TERMINATED = "unable to create new content in namespace bench because it is being terminated"
+
+
+@pytest.mark.parametrize(
+    ("answer", "there"),
+    [
+        ((201, {}), True),
+        (status(409, 'jobs.batch "j" already exists'), True),
+        (status(422, "Job.batch is invalid: spec.template: Required value"), True),
+        (status(403, 'jobs.batch "j" is forbidden: User "u" cannot create resource "jobs"'), True),
+        (status(403, f'jobs.batch "j" is forbidden: {TERMINATED}'), False),
+        (status(404, 'namespaces "bench" not found'), False),
+    ],
+)
+def test_a_dry_run_shows_whether_a_namespace_is_deleted(
+    cluster: Cluster, answers: Answers, answer: tuple[int, Any], there: bool
+) -> None:
+    """Runs may not read namespaces. A missing right, which never worked, shows nothing."""
+    answers.next = [answer]
+    assert cluster.has_namespace(JOBS, "j") is there
+    ((verb, path, body),) = answers.asked
+    assert (verb, path) == ("POST", "/apis/batch/v1/namespaces/bench/jobs?dryRun=All")
+    assert (body["kind"], body["metadata"]) == ("Job", {"name": "j"})
+
+
 DENIED = status(403, 'jobs.batch "j" is forbidden: User "u" cannot do resource "jobs" in API group "batch"')
 
 

@@ -72,9 +72,24 @@ def test_pods_that_a_failed_job_deletes_are_not_the_cause(tmp_path: Path, failed
     assert (vanished.running, vanished.status) == (False, None)
 
 
+def test_a_pod_that_goes_beside_a_failed_one_is_judged_when_the_job_says_when_it_failed(tmp_path: Path) -> None:
+    """The Job was read before it failed, the pods after it had begun to delete the others."""
+    pods = (pod(0, CRASHED), pod(1, **DELETED))
+    killed = last(tmp_path, BOTH, sight(job(), *pods), sight(job("2026-11-17T12:00:05Z"), pods[0]))
+    assert (killed.running, killed.exit_code, killed.status) == (False, 1, None), "the ranks' word counts"
+    robbed = last(tmp_path, BOTH, sight(job(), *pods), sight(job(FAILED), pods[0]))
+    assert (robbed.status, robbed.reason) == (
+        Status.PREEMPTED,
+        f"pod {NAME}-1-x on host-1 was deleted while the job was running",
+    )
+    vanished = last(tmp_path, BOTH, sight(job(), pods[0]), sight(job(FAILED), pods[0]))
+    assert (vanished.running, vanished.exit_code, vanished.status) == (False, 1, None)
+
+
 def test_a_deleted_or_suspended_job_deletes_its_own_pods(tmp_path: Path) -> None:
     gone = last(tmp_path, BOTH, sight(None, pod(0, **DELETED), pod(1, **DELETED)))
-    assert (gone.status, gone.reason) == (Status.FAILED, f"the job {NAME} is gone: somebody else deleted it")
+    reason = f"the job {NAME} is gone: somebody else deleted it; repeat the run with --resume"
+    assert (gone.status, gone.reason) == (Status.FAILED, reason)
     held = sight(job(suspend=True), pod(0, **DELETED), pod(1, **DELETED))
     assert last(tmp_path, BOTH, held, sight(job(FAILED), pod(0, CRASHED))).status is None
 

@@ -362,6 +362,30 @@ def test_pods_of_an_earlier_job_of_the_same_name_do_not_count(cluster: KnownClus
     assert "0 of 2" in str(kubernetes.poll(handle).waiting)
 
 
+def test_a_namespace_that_is_deleted_is_the_cause_and_a_pod_that_is_deleted_alone_a_preemption(
+    cluster: KnownCluster, job: Job
+) -> None:
+    """The cluster deletes the pods first. The Job fails for that, and is deleted after them."""
+    handle = kubernetes.submit(job)
+    name = handle["name"]
+    cluster.start(name, RUNNING)
+    assert kubernetes.poll(handle).running
+    cluster.running[1]["metadata"]["deletionTimestamp"] = "2026-11-17T12:00:35Z"
+    assert kubernetes.poll(handle).running
+    cluster.say(name, "FailureTarget", reason="BackoffLimitExceeded", lastTransitionTime="2026-11-17T12:00:38Z")
+
+    def judged() -> tuple[Status | None, str, bool]:
+        followed = kubernetes._runs["bench", name]
+        followed.state, followed.polled_at = dataclasses.replace(followed.state, running=True), float("-inf")
+        state = kubernetes.poll(handle)
+        return state.status, str(state.reason), state.recurs
+
+    assert judged() == (Status.PREEMPTED, f"pod {name}-1-x was deleted while the job was running", False)
+    cluster.is_being_deleted = True
+    reason = f"the job {name} is being deleted: somebody deleted its namespace bench"
+    assert judged() == (Status.FAILED, f"{reason}; try: paceline cluster init --namespace bench --apply", True)
+
+
 def test_a_refused_log_ends_the_run_with_the_refusal(cluster: KnownCluster, job: Job, golden: object) -> None:
     handle = kubernetes.submit(job)
     cluster.start(handle["name"], RUNNING)

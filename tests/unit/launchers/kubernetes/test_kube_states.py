@@ -107,12 +107,12 @@ ENDS: dict[str, tuple[Snapshot, Status | None, str | None]] = {
     "deleted by somebody": (
         sight(None),
         Status.FAILED,
-        f"the job {NAME} is gone: somebody else deleted it",
+        f"the job {NAME} is gone: somebody else deleted it; repeat the run with --resume",
     ),
     "being deleted by somebody": (
         sight({**job(), "metadata": {"name": NAME, "deletionTimestamp": "2026-01-01T00:00:00Z"}}, pod(0, RUNNING)),
         Status.FAILED,
-        f"the job {NAME} is being deleted: somebody else deleted it",
+        f"the job {NAME} is being deleted: somebody else deleted it; repeat the run with --resume",
     ),
 }
 
