@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import pytest
 from testbed import EXHAUSTIVE
+from testbed.nursery import command
 
 from paceline import __version__
 from paceline.experiment.choices import Choice
@@ -244,21 +245,13 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def paceline() -> Command:
-    """`paceline ARGUMENTS` in a process of its own."""
+def paceline(nursery: None) -> Command:
+    """`paceline ARGUMENTS` in a process of its own, forked from one that has imported the command line."""
 
     def call(
         *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "paceline.cli", *arguments],
-            env=clean_environment(**(env or {})),
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=GENEROUS_S,
-            check=False,
-        )
+        return command(arguments, clean_environment(**(env or {})), cwd, GENEROUS_S)
 
     return call
 

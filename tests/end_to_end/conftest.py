@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from testbed.nursery import command
 
 from paceline.results import store
 from paceline.results.records import RunRecord
@@ -112,14 +111,8 @@ def campaign(
         out = tmp_path_factory.mktemp(name)
         file = write_experiment(out, name, matrix, **{"launcher": QUICK_LAUNCHER} | base)
         wanted = [word for form in formats for word in ("--format", form)]
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(out), "--verbose", *wanted],
-            env=environment(**(env or {})),
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        arguments = ("run", str(file), "--out", str(out), "--verbose", *wanted)
+        done = command(arguments, environment(**(env or {})), None, 900)
         return Campaign(out, name, done.returncode, done.stdout, done.stderr)
 
     return run

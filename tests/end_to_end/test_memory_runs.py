@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from testbed import EXHAUSTIVE
+from testbed.nursery import command
 
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
@@ -45,12 +45,8 @@ def ask(environment: Callable[..., dict[str, str]]) -> Ask:
     ) -> subprocess.CompletedProcess[str]:
         file = folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump({"name": name, "base": {**BASE, **base}, "matrix": matrix}))
-        command = [sys.executable, "-m", "paceline.cli", verb, str(file), "--out", str(folder), *more]
-        if verb == "run":
-            command += ["--format", "markdown"]
-        return subprocess.run(
-            command, env=environment(**env), capture_output=True, text=True, timeout=1500, check=False
-        )
+        formats = ("--format", "markdown") if verb == "run" else ()
+        return command((verb, str(file), "--out", str(folder), *more, *formats), environment(**env), None, 1500)
 
     return paceline
 

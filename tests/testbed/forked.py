@@ -17,9 +17,12 @@ import os
 import signal
 import socket
 import sys
+import time
+import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.contract import Job
 from paceline.experiment.plugins import load
@@ -30,10 +33,28 @@ from paceline.launchers.local import cancel, check, close, poll, submit
 from paceline.results import store
 from paceline.training.instruments import collection_paused
 from paceline.training.strategies import zero
-from testbed import mortal, networks
+from testbed import mortal, networks, nursery
 
 __all__ = ["cancel", "check", "close", "poll", "prepare", "submit"]
 
+# The optimizers import the first at their first step, sharding the second.
+RANKS = ("torch._dynamo", "torch.distributed.fsdp", "psutil", "paceline.workloads.worker", "paceline.workloads._loop")
+RANKS += ("paceline.workloads.pretrain", "paceline.training.data.corpus", "paceline.training.step_profile")
+RANKS += tuple(f"paceline.training.strategies.{name}" for name in ("_torch", "ddp", "fsdp2", "mesh", "_mesh.trainer"))
+# Without torch.
+COMMANDS = ("psutil", "pynvml", "rich.console", "rich.table", "numpy.random", "paceline.cli.experiments")
+COMMANDS += (
+    "paceline.cli.machines",
+    "paceline.cli.results",
+    "paceline.analysis.report",
+    "paceline.analysis.compare.folders",
+)
+COMMANDS += tuple(
+    f"paceline.report.{name}" for name in ("terminal", "exporters.html", "exporters.markdown", "exporters.json")
+)
+COMMANDS += tuple(f"paceline.campaign.run.{name}" for name in ("controller", "forecast", "findings"))
+COMMANDS += ("paceline.campaign.live.display", "paceline.campaign.live.status_page", "paceline.cli.command")
+COMMANDS += ("paceline.workloads.pretrain", "paceline.workloads.reference", "numpy.ma")
 # Of fine-tuning: transformers imports models only when they are asked for.
 TUNED = ("bitsandbytes", "peft", "transformers.models.mistral.modeling_mistral")
 
@@ -52,11 +73,11 @@ def kind_of(spec: RunSpec) -> str:
 
 
 def import_for(kind: str) -> None:
-    """What the ranks of such runs will import, as far as it starts no thread."""
+    """What the ranks of such runs, or commands, will import, as far as it starts no thread."""
     *extras, _ = kind.split("-")
+    names = COMMANDS if kind == nursery.COMMAND else (*RANKS, *(TUNED if "tuned" in extras else ()))
     with collection_paused():
-        # The optimizers import the first at their first step, sharding the second.
-        for name in ("torch._dynamo", "torch.distributed.fsdp", *(TUNED if "tuned" in extras else ())):
+        for name in names:
             importlib.import_module(name)
         if "zero" in extras:
             zero.import_deepspeed("cpu")
@@ -64,12 +85,27 @@ def import_for(kind: str) -> None:
     gc.freeze()
 
 
-def bring_up(run_dir: Path, link: socket.socket) -> int:
+def run_command(request: Mapping[str, Any], _: socket.socket) -> int:
+    """`paceline ARGUMENTS`."""
+    from paceline import cli
+
+    time.tzset()
+    sys.argv = ["paceline", *request["arguments"]]
+    try:
+        return cli.main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
     """All ranks of one run, from here to their end, or until nobody waits for them. Where FORKED_HOSTS names network
     namespaces, each rank is on a host of its own. A file instead of a run folder lists many of them, or names a
     function that is called with each rank and ends it: `MODULE FUNCTION RANKS` in a file that ends with .call."""
     end_with_parent(signal.SIGKILL)
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    run_dir = Path(request["run_dir"])
     if run_dir.suffix == ".call":
         module, function, processes = run_dir.read_text().split()
         called = getattr(importlib.import_module(module), function)

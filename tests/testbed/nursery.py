@@ -1,8 +1,9 @@
 """A process that has imported torch and forks the ranks of one run after another: what importing costs is paid once.
 
 One for each set of imports, started by the first run that needs it, anew where it has died, and gone with the process
-NURSERY_OWNER names (pytest: its workers share them). A run reaches it through a socket in NURSERY, hands over its
-output and its environment, and waits; when it goes away, its ranks are ended.
+NURSERY_OWNER names (pytest: its workers share them). Those that import more than torch are forked from the one that has
+torch. A run reaches it through a socket in NURSERY, hands over its output and its environment, and waits; when it goes
+away, its ranks are ended. Another one has imported the command line and forks `paceline ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import select
@@ -17,52 +19,93 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn
 
 # Importing takes seconds, on a busy machine many of them.
 PATIENCE_S = 240.0
-# What nothing reads while it is imported: pytest's own, secrets, and what tests tell their ranks. Folders that tests
-# add to the path hold plugins, which are found after forking; each worker of pytest has a state folder of its own.
-UNREAD = (
-    "PYTEST_",
-    "NURSERY",
-    "MORTAL_",
-    "FAULTY_",
-    "FORKED_",
-    "MESH_",
-    "PYTHONPATH",
-    "XDG_STATE_HOME",
-    "HF_TOKEN",
-    "WANDB_",
+# What is read while it is imported, by Python, OpenMP, torch, DeepSpeed and transformers: runs that differ in one of
+# these have different nurseries.
+READ = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "MALLOC_",
+    "LD_",
+    "CUDA_",
+    "TORCH_",
+    "PYTORCH_",
+    "DS_",
+    "HF_HOME",
+    "HF_HUB_",
+    "LC_",
+    "LANG",
 )
-# Schedules have a crontab of their own, and a shell starts them.
-UNREAD += ("PATH", "TZ", "TAB", "PWD", "OLDPWD", "SHLVL", "_")
+READ += ("PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS", "PYTHONMALLOC")
+COMMAND = "command"
+
+
+def command(
+    arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """`paceline ARGUMENTS` in a process of its own, which has the command line from the process it is forked from."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        request = {"arguments": list(arguments), "cwd": str(cwd or Path.cwd()), "env": dict(env)}
+        code = _asked(COMMAND, request, (out.fileno(), err.fileno()), timeout_s)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(io.TextIOWrapper(file).read())
+    return subprocess.CompletedProcess(["paceline", *arguments], code, *texts)
 
 
 def answered(kind: str, run_dir: Path) -> int:
     """The exit code of a run that the nursery of this kind has brought up; it is started where there is none."""
-    path = Path(os.environ["NURSERY"]) / f"{_mark(kind)}.sock"
-    with _connected(path, kind) as link:
-        request = {"run_dir": str(run_dir), "cwd": str(Path.cwd()), "env": dict(os.environ)}
-        socket.send_fds(link, [json.dumps(request).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
+    request = {"run_dir": str(run_dir), "cwd": str(Path.cwd()), "env": dict(os.environ)}
+    return _asked(kind, request, (sys.stdout.fileno(), sys.stderr.fileno()), None)
+
+
+def _asked(kind: str, request: Mapping[str, Any], files: Sequence[int], timeout_s: float | None) -> int:
+    with _connected(_path(kind, request["env"]), kind, request["env"]) as link:
+        _send(link, request, files)
+        link.settimeout(timeout_s)
         said = link.makefile().readline()
     return int(said or 1)
 
 
-def _mark(kind: str) -> str:
-    """Variables decide what is imported, and from where: runs that differ in one have different nurseries."""
-    names = sorted(name for name in os.environ if not name.startswith(UNREAD))
-    told = json.dumps([kind, *((name, os.environ[name]) for name in names)])
+def _send(link: socket.socket, request: Mapping[str, Any], files: Sequence[int]) -> None:
+    socket.send_fds(link, [json.dumps(request).encode() + b"\n"], files)
+
+
+def _path(kind: str, env: Mapping[str, str]) -> Path:
+    return Path(env["NURSERY"]) / f"{_mark(kind, env)}.sock"
+
+
+def _mark(kind: str, env: Mapping[str, str]) -> str:
+    told = json.dumps([kind, *((name, env[name]) for name in sorted(env) if name.startswith(READ))])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def _connected(path: Path, kind: str) -> socket.socket:
+class Forked:
+    """A nursery that was forked from another one, which does not hang up as long as it lives."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+
+    def poll(self) -> int | None:
+        return 1 if select.select([self.link], [], [], 0)[0] else None
+
+
+Started = subprocess.Popen[bytes] | Forked
+
+
+def _connected(path: Path, kind: str, env: Mapping[str, str]) -> socket.socket:
     deadline = time.monotonic() + PATIENCE_S
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    mine: subprocess.Popen[bytes] | None = None
+    mine: Started | None = None
     while time.monotonic() < deadline:
         link = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
@@ -71,12 +114,12 @@ def _connected(path: Path, kind: str) -> socket.socket:
         link.close()
         if mine is not None and mine.poll() is not None:
             raise ChildProcessError(f"the nursery at {path} ended before it served: see its log beside it")
-        mine = mine or _start(path, kind)
+        mine = mine or _start(path, kind, env)
         time.sleep(0.05)
     raise TimeoutError(f"no nursery at {path}: see its log beside it")
 
 
-def _start(path: Path, kind: str) -> subprocess.Popen[bytes] | None:
+def _start(path: Path, kind: str, env: Mapping[str, str]) -> Started | None:
     """None where one lives, or is being started: its log is locked for as long as it has it open."""
     with path.with_suffix(".log").open("ab") as log:
         try:
@@ -84,15 +127,24 @@ def _start(path: Path, kind: str) -> subprocess.Popen[bytes] | None:
         except BlockingIOError:
             return None
         path.unlink(missing_ok=True)  # of one that has died
-        return _begun(path, kind, log)
+        return _begun(path, kind, env, log)
 
 
-def _begun(path: Path, kind: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+def _begun(path: Path, kind: str, env: Mapping[str, str], log: IO[bytes]) -> Started:
+    *extras, threads = kind.split("-")
+    if extras:
+        link = _connected(_path(threads, env), threads, env)
+        request = {"serves": [kind, str(path)], "cwd": str(Path.cwd()), "env": dict(env)}
+        _send(link, request, (log.fileno(), log.fileno()))
+        return Forked(link)
+    words = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
+    return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-def serve(path: Path, owner: int, bring_up: Callable[[Path, socket.socket], int]) -> None:
+Answer = Callable[[Mapping[str, Any], socket.socket], int]
+
+
+def serve(path: Path, owner: int, answer: Answer) -> None:
     """Fork a process for every run that asks, until the owner is gone."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
@@ -106,7 +158,7 @@ def serve(path: Path, owner: int, bring_up: Callable[[Path, socket.socket], int]
         link, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
-            _live(link, bring_up)
+            _live(link, answer)
         link.close()
 
 
@@ -118,7 +170,7 @@ def clear(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _live(link: socket.socket, bring_up: Callable[[Path, socket.socket], int]) -> None:
+def _live(link: socket.socket, answer: Answer) -> None:
     """One run, from its request to its exit code. Never returns."""
     code = 1
     try:
@@ -134,7 +186,8 @@ def _live(link: socket.socket, bring_up: Callable[[Path, socket.socket], int]) -
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
-        code = bring_up(Path(request["run_dir"]), link)
+        sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        code = _become(*request["serves"]) if "serves" in request else answer(request, link)
         sys.stdout.flush()
         link.sendall(f"{code}\n".encode())
     finally:
@@ -142,13 +195,15 @@ def _live(link: socket.socket, bring_up: Callable[[Path, socket.socket], int]) -
 
 
 def main(verb: str, kind: str, path: Path) -> int:
-    if verb == "run":
-        return answered(kind, path)
-    # Only here: whoever asks for a run shall not import it all.
+    return answered(kind, path) if verb == "run" else _become(kind, path)
+
+
+def _become(kind: str, path: Path | str) -> NoReturn:
+    """Import what is needed for this kind, then serve. Only here: whoever asks for a run shall not import it all."""
     from testbed import forked
 
     forked.import_for(kind)
-    serve(path, int(os.environ["NURSERY_OWNER"]), forked.bring_up)
+    serve(Path(path), int(os.environ["NURSERY_OWNER"]), forked.run_command if kind == COMMAND else forked.bring_up)
     # Nothing to tidy: the interpreter would look through all of torch for garbage.
     os._exit(0)
 
