@@ -135,7 +135,7 @@ def fork_rehearsals() -> None:
 
 
 def run_many(folders: list[Path]) -> NoReturn:
-    """Run these folders one after another in this rank, without a profile, which says nothing about equal work.
+    """Run these folders one after another in this rank, without profiles, which say nothing about equal work.
 
     Every run has a process group of its own, and its own part of the store in which its ranks meet.
     """
@@ -144,7 +144,7 @@ def run_many(folders: list[Path]) -> NoReturn:
 
     from paceline.workloads import pretrain, worker
 
-    pretrain.profile_steps = lambda *_: None
+    pretrain.profile_steps = pretrain.profile_dimensions = lambda *_: None
     worker.probe = functools.cache(worker.probe)
     init, rank, world_size = dist.init_process_group, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

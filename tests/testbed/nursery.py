@@ -53,7 +53,7 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS` in a process of its own, which has the command line from the process it is forked from."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        request = {"arguments": list(arguments), "cwd": str(cwd or Path.cwd()), "env": dict(env)}
+        request = {"arguments": [str(word) for word in arguments], "cwd": str(cwd or Path.cwd()), "env": dict(env)}
         code = _asked(COMMAND, request, (out.fileno(), err.fileno()), timeout_s)
         texts = []
         for file in (out, err):
@@ -178,7 +178,10 @@ def _live(link: socket.socket, answer: Answer) -> None:
         os.setsid()
         text, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
         while not text.endswith(b"\n"):
-            text += link.recv(1 << 20)
+            more = link.recv(1 << 20)
+            if not more:
+                os._exit(1)  # whoever asked is gone
+            text += more
         request = json.loads(text)
         for number, file in zip((1, 2), files, strict=True):
             os.dup2(file, number)
