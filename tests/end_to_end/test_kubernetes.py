@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from testbed.kube_scenarios import (
     until,
     without_namespace,
 )
+from testbed.plain_answers import plain_answer
 from testbed.ports import free_port
 
 from paceline.experiment.choices import Choice
@@ -548,6 +550,22 @@ def test_a_certified_campaign_on_two_pods_ends_with_a_report(
     assert {outcome.host for outcome in trained.outcomes} == {"certified-a", "certified-b"}
     report = json.loads((folder / "report.json").read_text())
     assert all(run["certificate"]["valid"] for run in report["runs"] if run.get("certificate"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
+def test_a_replica_over_two_pods_answers_as_one_process_does(campaign_in_pods: Callable[..., Path]) -> None:
+    """Tensor parallelism over two nodes: each pod has half of every layer, and the first one answers."""
+    asked = {"workload": "inference", "model": "tiny-llama", "precision": "fp32", "scenario": "concurrency"}
+    asked |= {"data": "synthetic:prompt=uniform,prompt_mean=9,answer_mean=6", "requests": 12, "max_tokens": 6}
+    asked |= {"concurrency": 3, "warmup_requests": 1, "request_timeout_s": 120, "keeps_text": True, "stall_s": 200}
+    folder = campaign_in_pods("spread", {"engine": ["transformers:tensor_parallel=2,nodes=2,max_batch=4"]}, **asked)
+    ((record,), _) = store.read_runs(folder)
+    assert {outcome.host for outcome in record.outcomes} == {"spread-a", "spread-b"}
+    assert [replica.rank for replica in record.replicas] == [0], "one replica, which the client reaches in its own pod"
+    assert sorted(request.sample for request in record.requests) == list(range(12))
+    for request in record.requests[:4]:
+        assert request.text == plain_answer(record, request.sample)[1]
 
 
 def b64(text: str) -> str:

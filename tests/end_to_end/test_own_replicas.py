@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+from testbed.plain_answers import plain_answer
+from testbed.spread import SpreadRanks
 
 from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError, UnsupportedError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import load
 from paceline.results import store
 from paceline.serving.engines import _server
 from paceline.serving.engines import deepspeed as engine
@@ -121,6 +125,37 @@ def test_two_processes_answer_together_as_a_plain_loop_does(replica: Endpoint, r
     assert answers[3]["usage"]["prompt_tokens"] == 20
 
 
+@pytest.mark.parametrize("name", ["transformers", pytest.param("deepspeed", marks=pytest.mark.exhaustive)])
+def test_a_replica_over_two_nodes_answers_as_a_plain_loop_does(
+    name: str, directory: Path, reference: Any, make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node has a rank that starts its part; the parts meet in the launch's store, and the first one answers. It
+    does not outlive the other part."""
+    chosen, spread = Choice.parse(f"{name}:tensor_parallel=2,nodes=2,max_batch=3"), load("engines", name)
+    spec = make_spec(None, 1, nodes=2, workload="inference", model=str(directory), engine=chosen)
+    assert spread.check(spec) is None
+    ranks = SpreadRanks(spec, spread, limit_s=120.0)
+    with ranks.living(monkeypatch):
+        assert not ranks.errors
+        (endpoint,), none = ranks.served[0], ranks.served[1]
+        assert none == []
+        prompts: list[Any] = [[5, 6, 7], TEXT, [9], [3] * 20]
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda prompt: ask(endpoint, prompt=prompt), prompts))
+        assert [answer["choices"][0]["text"] for answer in answers] == [reference(prompt, 12) for prompt in prompts]
+        assert (endpoint.facts["devices"], endpoint.facts["settings"]["nodes"]) == (2, 2)
+        fronts = [child for child in psutil.Process().children() if child.cmdline()[-1] == "front"]
+        assert [len(front.children()) for front in fronts] == [1, 1], "a model process on each node"
+        (other,) = [front for front in fronts if not front.net_connections("tcp")]
+        other.children()[0].kill()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(endpoint, prompt=[5, 6, 7])
+        wait_for_the_end_of_others({child.pid for child in psutil.Process().children()} - {f.pid for f in fronts})
+    assert list(ranks.errors) == [0]
+    assert "the replica ended during the load" in str(ranks.errors[0])
+    assert not [front for front in fronts if front.is_running()]
+
+
 def test_messages_go_through_the_chat_template(replica: Endpoint, reference: Any) -> None:
     answer = ask(replica, "/v1/chat/completions", messages=[{"role": "user", "content": "pace"}])
     assert answer["choices"][0]["message"]["content"] == reference("user: pace\nassistant:", 12)
@@ -153,26 +188,14 @@ base: {workload: inference, engine: "transformers:max_batch=4", device: cpu, pro
 
 @pytest.mark.exhaustive
 def test_a_whole_run_asks_a_replica_of_random_weights(paceline: Any, tmp_path: Path) -> None:
-    import torch
-
-    from paceline.serving.prompts import open_prompts
-    from paceline.serving.replica.settings import Settings
-    from paceline.serving.replica.weights import open_model
-
     (tmp_path / "own.yaml").write_text(RUN)
     paceline("run", str(tmp_path / "own.yaml"), "--out", str(tmp_path), "--format", "json")
     (record,) = store.read_runs(tmp_path / "own")[0]
     assert {(each.tokens, each.pieces, each.error) for each in record.requests} == {(6, 6, None)}
     assert sorted(each.sample for each in record.requests) == list(range(12))
-    model = open_model(Settings(engine="transformers", model="tiny-llama"), 0, torch.device("cpu"))
-    asked = open_prompts(record.spec.training.data, count=12, seed=record.spec.seed, vocab=256, max_tokens=6)
     for each in record.requests[:3]:
-        tokens = list(asked[each.sample].token_ids or ())
-        said: list[int] = []
-        for _ in range(6):
-            said.append(int(model(input_ids=torch.tensor([tokens + said])).logits[0, -1].argmax()))
-        assert each.text == "".join(f" t{token}" for token in said)
-        assert each.prompt_tokens == len(tokens)
+        prompt, text = plain_answer(record, each.sample)
+        assert (each.text, each.prompt_tokens) == (text, len(prompt))
 
 
 def test_a_model_that_is_killed_while_it_is_built_ends_the_waiting(make_spec: Any) -> None:
@@ -273,6 +296,8 @@ def test_all_of_it_ends_with_the_rank_that_started_it(environment: Any) -> None:
         ("transformers:max_length=300", "tiny-llama", "exceeds the 256 positions of tiny-llama"),
         ("transformers", "mixtral-8x7b", "is a mixture of experts"),
         ("transformers:graph=true", "tiny-llama", "needs a GPU"),
+        ("transformers:tensor_parallel=2,nodes=4", "tiny-llama", "tensor_parallel 2 does not divide over 4 nodes"),
+        ("transformers:tensor_parallel=2,nodes=2", "tiny-llama", "replicas of 2 nodes do not fit 1 nodes"),
     ],
 )
 def test_what_cannot_be_served_is_told_beforehand(make_spec: Any, named: str, model: str, words: str) -> None:

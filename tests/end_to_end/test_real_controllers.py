@@ -52,6 +52,8 @@ pytestmark = [
 needs_kueue = pytest.mark.skipif(NO_KUEUE is not None, reason=str(NO_KUEUE))
 # A real cluster takes longer to start pods than the double.
 PENDING_S = 15.0
+# So long may pods wait that do start, also on a busy machine.
+QUEUED_S = 30.0
 AT_ONCE = 3
 GONE = r"the job \S+ is (gone|being)"
 
@@ -94,7 +96,7 @@ def admit_late(bed: Bed, name: str, spec: RunSpec) -> None:
     """Later than pods may wait for a node; what the queue says is shown meanwhile."""
     shown = bed.run_dir(spec) / store.JOB
     until(lambda: shown.exists() and "CreatedWorkload" in str(store.read_json(shown).get("waiting")), "a queue's word")
-    time.sleep(PENDING_S + 3.0)
+    time.sleep(QUEUED_S + 3.0)
     assert not bed.pods(name), "nothing starts before it is admitted"
     set_queue(bed, name, "None")
 
@@ -162,7 +164,7 @@ SCENARIOS = {
 }
 QUEUED = {
     f"queued-{kind}": Scenario(
-        "ok", options={"kind": kind, "queue": "team", "pending_s": PENDING_S}, before=add_queue, meanwhile=admit_late
+        "ok", options={"kind": kind, "queue": "team", "pending_s": QUEUED_S}, before=add_queue, meanwhile=admit_late
     )
     for kind in ("job", "jobset", "trainjob")
 }

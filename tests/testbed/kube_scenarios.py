@@ -95,8 +95,18 @@ def play(bed: Bed, name: str, scenario: Scenario) -> Any:
     if scenario.before is not None:
         scenario.before(bed, name)
     spec = bed.spec_of(name, fields=scenario.fields, env={"LIGHT_S": "0.5", **scenario.env}, **scenario.options)
+
+    def befall() -> None:
+        assert scenario.meanwhile is not None
+        try:
+            scenario.meanwhile(bed, name, spec)
+        except BaseException:
+            # Otherwise a run that waits for what did not happen would wait for ever.
+            bed.cluster.delete_namespace(name)
+            raise
+
     with ThreadPoolExecutor(1) as aside:
-        other = aside.submit(scenario.meanwhile, bed, name, spec) if scenario.meanwhile else None
+        other = aside.submit(befall) if scenario.meanwhile else None
         record = bed.run(spec)
         if other is not None:
             other.result()

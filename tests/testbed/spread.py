@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.contract import Endpoint, Seat
+from paceline.contract import Endpoint, Engine, Seat
 from paceline.errors import LaunchError
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import torchrun
@@ -21,6 +21,7 @@ class SpreadRanks:
     """served: what each rank provides, once it does. errors: why it does not, or did not to the end."""
 
     spec: RunSpec
+    engine: Engine = vllm
     limit_s: float = 60.0
     served: dict[int, list[Endpoint]] = field(default_factory=dict)
     errors: dict[int, LaunchError] = field(default_factory=dict)
@@ -31,8 +32,12 @@ class SpreadRanks:
         """From when every rank has begun, or has failed to, until the block ends."""
         from torch.distributed import HashStore
 
-        store = HashStore()
+        # Real ranks have a connection each; threads that shared one would block each other.
+        store, reachable = HashStore(), torchrun.serve(torchrun.listen())
         monkeypatch.setattr(torchrun, "launch_store", lambda _timeout_s: store)
+        for name, value in {"MASTER_ADDR": reachable.host, "MASTER_PORT": str(reachable.port)}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         count = self.spec.topology.world_size
         # The first one last: the others wait for its word.
         threads = [threading.Thread(target=self._live, args=(rank,)) for rank in reversed(range(count))]
@@ -51,7 +56,7 @@ class SpreadRanks:
     def _live(self, rank: int) -> None:
         seat = Seat(rank=rank, local_rank=0, world_size=self.spec.topology.world_size, device="cpu")
         try:
-            with vllm.open(self.spec, seat) as endpoints:
+            with self.engine.open(self.spec, seat) as endpoints:
                 self.served[rank] = list(endpoints)
                 self._over.wait(10 * self.limit_s)
         except LaunchError as error:

@@ -59,6 +59,8 @@ _NO_INDEX_LIMIT = (
     "the cluster dropped backoffLimitPerIndex from the Job (Kubernetes before 1.29, or the feature is off): "
     "the loss of any node ends this run"
 )
+# Part of the names of Kueue's controllers.
+_QUEUE = "kueue"
 _AGAIN = "repeat the run with --resume"
 
 
@@ -167,7 +169,11 @@ def condition(obj: Object | None, kind: str) -> Object | None:
 def why_waiting(snapshot: Snapshot) -> str | None:
     """Return None once every pod has started, otherwise the most specific reason that the cluster gives."""
     if is_suspended(snapshot):
-        return _line(f"suspended until its queue admits it{_newest(snapshot.events, warnings=False)}")
+        # Others only say that the job is suspended.
+        queue = [
+            event for event in snapshot.events if _QUEUE in f"{event.get('reportingComponent')}{event.get('source')}"
+        ]
+        return _line(f"suspended until its queue admits it{_newest(queue or snapshot.events, warnings=False)}")
     # An evicted pod may no longer be listed.
     gone = failed_indexes(snapshot.job) - {index_of(pod) for pod in snapshot.pods}
     started = sum(map(has_started, snapshot.pods)) + len(gone)

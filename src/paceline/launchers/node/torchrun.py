@@ -62,6 +62,11 @@ def launch_store(timeout_s: float) -> Any:
     return store
 
 
+def launch_address() -> tuple[str, int]:
+    """Return where the store of this rank's launch listens, for processes that the rank starts."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments by which an agent tells a runner where the store of the job is."""
     known = argparse.ArgumentParser(prog="paceline.launchers.node.torchrun", allow_abbrev=False)

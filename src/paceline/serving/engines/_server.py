@@ -31,8 +31,8 @@ from paceline.errors import LaunchError, UnsupportedError, require
 from paceline.experiment.spec import RunSpec
 from paceline.host import process_guard
 from paceline.host.processes import end_all
-from paceline.launchers.node import rendezvous
-from paceline.serving.replica.settings import BATCHING, Settings
+from paceline.launchers.node import rendezvous, torchrun
+from paceline.serving.replica.settings import BATCHING, Meeting, Settings
 
 POLL_S = 0.25
 REPORT_EVERY_S = 10.0
@@ -217,19 +217,20 @@ def url_of(address: str, port: int) -> str:
 @dataclass(frozen=True)
 class ReplicaOptions:
     """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or the
-    model's context if that is less). batching: continuous or static. tensor_parallel: devices of one replica.
-    prefill_tokens: the most tokens of prompts that are read together. ready_s: time limit of the start (default: 80 %
-    of stall_s)."""
+    model's context if that is less). batching: continuous or static. tensor_parallel: devices of one replica. nodes:
+    nodes that serve one replica together, with one rank and the same number of devices on each. prefill_tokens: the
+    most tokens of prompts that are read together. ready_s: time limit of the start (default: 80 % of stall_s)."""
 
     max_batch: int = 32
     max_length: int = 0
     batching: str = "continuous"
     tensor_parallel: int = 1
+    nodes: int = 1
     prefill_tokens: int = 16_384
     ready_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "tensor_parallel", "prefill_tokens"):
+        for name in ("max_batch", "tensor_parallel", "nodes", "prefill_tokens"):
             require(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "a whole number from 1")
         accepted = "a whole number from 2, or 0 for the default"
         require(self.max_length >= 0, "engine.max_length", self.max_length, accepted)
@@ -255,6 +256,19 @@ def refusal(spec: RunSpec, chosen: ReplicaOptions) -> str | None:
     for name in ("heads", "kv_heads", "ffn"):
         if getattr(shape, name) % size:
             return f"tensor_parallel {size} does not divide the {getattr(shape, name)} {name} of {settings.served}"
+    return spread_refusal(spec, size, chosen.nodes)
+
+
+def spread_refusal(spec: RunSpec, tensor_parallel: int, nodes: int) -> str | None:
+    """Why replicas cannot have so many nodes each."""
+    if nodes == 1:
+        return None
+    if tensor_parallel % nodes:
+        return f"tensor_parallel {tensor_parallel} does not divide over {nodes} nodes"
+    if spec.topology.nodes % nodes:
+        return f"replicas of {nodes} nodes do not fit {spec.topology.nodes} nodes (topology.nodes)"
+    if (count := spec.topology.processes_per_node) > 1:
+        return f"a replica over several nodes has one rank on each, but there are {count} (topology.processes)"
     return None
 
 
@@ -269,6 +283,7 @@ def settings_of(spec: RunSpec, chosen: ReplicaOptions, *, first_device: int, hos
         device=spec.topology.device,
         first_device=first_device,
         tensor_parallel=chosen.tensor_parallel,
+        nodes=chosen.nodes,
         max_batch=chosen.max_batch,
         max_length=1,
         prefill_tokens=chosen.prefill_tokens,
@@ -280,17 +295,23 @@ def settings_of(spec: RunSpec, chosen: ReplicaOptions, *, first_device: int, hos
 
 @contextlib.contextmanager
 def opened(spec: RunSpec, seat: Seat, chosen: ReplicaOptions, **own: Any) -> Iterator[list[Endpoint]]:
-    """The endpoint of one replica on the devices of its rank; own: settings of one engine alone. If the only replica
-    dies during the load, this raises LaunchError at the end of the block; with several, the client notices and
-    continues with the others."""
-    first = seat.local_rank * chosen.tensor_parallel
+    """The endpoint of one replica on the devices of its rank; none if this rank serves another part of the replica of
+    an earlier rank. own: settings of one engine alone. If the only replica dies during the load, this raises
+    LaunchError at the end of the block; with several, the client notices and continues with the others."""
+    replica, part = divmod(seat.rank, chosen.nodes)
+    first = seat.local_rank * chosen.tensor_parallel // chosen.nodes
     host = own_address(spec.topology.nodes, os.environ)
-    settings = replace(settings_of(spec, chosen, first_device=first, host=host), **own)
+    settings = replace(settings_of(spec, chosen, first_device=first, host=host), part=part, **own)
+    # Parts on several nodes meet in the store of the launch, which opens no port of its own.
+    meeting = (*torchrun.launch_address(), f"paceline/replica/{replica}") if chosen.nodes > 1 else None
     ready_s = patience_s(chosen.ready_s, spec.stall_s)
     secret = secrets.token_urlsafe(24)
     began = time.monotonic()
-    with tempfile.TemporaryFile() as log, _process(settings, secret, log) as child:
+    with tempfile.TemporaryFile() as log, _process(settings, secret, meeting, log) as child:
         message = _first_message(child, log, ready_s)
+        if part:
+            yield []
+            return
         facts = {
             **message["facts"],
             "ready_s": time.monotonic() - began,
@@ -301,12 +322,14 @@ def opened(spec: RunSpec, seat: Seat, chosen: ReplicaOptions, **own: Any) -> Ite
         if child.poll() is not None:
             sentence = f"the replica ended{_how(child)} during the load; its last output: {_end_of(log)}"
             sys.stderr.write(f"{sentence}\n")
-            if seat.world_size == 1:
+            if seat.world_size == chosen.nodes:
                 raise LaunchError(sentence)
 
 
 @contextlib.contextmanager
-def _process(settings: Settings, secret: str, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+def _process(
+    settings: Settings, secret: str, meeting: Meeting | None, log: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
     """Settings and key go over its standard input, which no other user of this host can read."""
     # Without the variables of a rank: the model's processes form a group of their own.
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -321,7 +344,8 @@ def _process(settings: Settings, secret: str, log: IO[bytes]) -> Iterator[subpro
     try:
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps({"settings": asdict(settings), "secret": secret}).encode() + b"\n")
+            fields = {"settings": asdict(settings), "secret": secret, "meeting": meeting}
+            child.stdin.write(json.dumps(fields).encode() + b"\n")
             child.stdin.close()
         yield child
     finally:

@@ -23,5 +23,9 @@ def check(spec: RunSpec) -> str | None:
     return _server.refusal(spec, parse_options(Options, spec.engine))
 
 
+def nodes_per_replica(spec: RunSpec) -> int:
+    return parse_options(Options, spec.engine).nodes
+
+
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     return _server.opened(spec, seat, parse_options(Options, spec.engine))

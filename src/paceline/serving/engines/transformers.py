@@ -42,6 +42,10 @@ def check(spec: RunSpec) -> str | None:
     return _server.refusal(spec, chosen)
 
 
+def nodes_per_replica(spec: RunSpec) -> int:
+    return parse_options(Options, spec.engine).nodes
+
+
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     chosen = parse_options(Options, spec.engine)
     on_gpu = seat.device == "cuda"

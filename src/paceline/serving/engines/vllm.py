@@ -100,14 +100,8 @@ def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.engine)
     shape = known_shape(spec.model)
     _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
-    if chosen.nodes > 1:
-        if chosen.tensor_parallel % chosen.nodes:
-            return f"tensor_parallel {chosen.tensor_parallel} does not divide over {chosen.nodes} nodes"
-        if spec.topology.nodes % chosen.nodes:
-            return f"replicas of {chosen.nodes} nodes do not fit {spec.topology.nodes} nodes (topology.nodes)"
-        if spec.topology.processes_per_node > 1:
-            count = spec.topology.processes_per_node
-            return f"a replica over several nodes has one rank on each, but there are {count} (topology.processes)"
+    if refusal := _server.spread_refusal(spec, chosen.tensor_parallel, chosen.nodes):
+        return refusal
     if shape is None:
         return None  # vLLM itself reports at its start whether it supports this architecture
     if shape.heads % chosen.tensor_parallel:

@@ -22,7 +22,7 @@ def main(role: str) -> None:
     if role == "front":
         from paceline.serving.replica.front import run
 
-        asyncio.run(run(settings, message["secret"]))
+        asyncio.run(run(settings, message["secret"], message["meeting"]))
         return
     from paceline.training.instruments import collection_paused
 
@@ -32,7 +32,7 @@ def main(role: str) -> None:
     channel = Channel(socket.socket(fileno=message["line"])) if message["line"] is not None else None
     try:
         with contextlib.suppress(ChannelClosed):
-            model.run(settings, message["rank"], channel, message["port"])
+            model.run(settings, message["rank"], channel, message["meeting"])
     except PacelineError as error:
         if channel is None:
             raise

@@ -18,7 +18,7 @@ from typing import Any, cast
 from paceline.serving import http_server
 from paceline.serving.replica import completions
 from paceline.serving.replica.completions import AnyTokenizer, Completion
-from paceline.serving.replica.settings import Settings
+from paceline.serving.replica.settings import Meeting, Settings
 
 LONGEST_LINE = 64 << 20
 LAST_MESSAGE_S = 1.0
@@ -164,11 +164,15 @@ class Connection(asyncio.Protocol):
 # --- the process ---
 
 
-async def run(settings: Settings, secret: str) -> None:
-    """Serve until a model process ends or this process is ended. The model processes end with it."""
+async def run(settings: Settings, secret: str, meeting: Meeting | None) -> None:
+    """Serve until a model process ends or this process is ended. The model processes end with it.
+
+    meeting: where the model processes of several hosts connect; on one host, the first of them opens a store.
+    """
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
-    models = [await _start_model(settings, 0, theirs, None)]
+    first, *others = settings.ranks
+    models = [await _start_model(settings, first, theirs, meeting)]
     theirs.close()
 
     def send(message: Any) -> None:
@@ -176,14 +180,19 @@ async def run(settings: Settings, secret: str) -> None:
 
     try:
         # While the model is built: both take seconds.
-        tokenizer = completions.tokenizer_of(settings.model if settings.is_directory else None)
-        message = await _message_of(models, reader)
-        if "store_port" in message:
-            others = range(1, settings.tensor_parallel)
-            models += [await _start_model(settings, rank, None, message["store_port"]) for rank in others]
+        named = settings.model if settings.is_directory else None
+        tokenizer = completions.tokenizer_of(named) if settings.part == 0 else None
+        message = {"meeting": meeting} if meeting else await _message_of(models, reader)
+        if "meeting" in message:
+            models += [await _start_model(settings, rank, None, message["meeting"]) for rank in others]
             message = await _message_of(models, reader)
         if "ready" not in message:
             _print_line(message)
+            return
+        if tokenizer is None:
+            # The first host answers.
+            _print_line({"port": None, "facts": {}})
+            await _first_of(asyncio.get_running_loop().create_future(), models)
             return
         front = Front(settings, secret, tokenizer, send)
 
@@ -204,7 +213,7 @@ async def run(settings: Settings, secret: str) -> None:
                     os.kill(model.pid, signal.SIGKILL)
 
 
-async def _start_model(settings: Settings, rank: int, line: socket.socket | None, port: int | None) -> Process:
+async def _start_model(settings: Settings, rank: int, line: socket.socket | None, meeting: Meeting | None) -> Process:
     passed = (line.fileno(),) if line is not None else ()
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "paceline.serving.replica", "model"),
@@ -213,7 +222,7 @@ async def _start_model(settings: Settings, rank: int, line: socket.socket | None
         pass_fds=passed,
     )
     assert started.stdin is not None
-    fields = {"settings": asdict(settings), "rank": rank, "line": passed[0] if passed else None, "port": port}
+    fields = {"settings": asdict(settings), "rank": rank, "line": passed[0] if passed else None, "meeting": meeting}
     started.stdin.write(json.dumps(fields).encode() + b"\n")
     started.stdin.close()
     return started
@@ -227,7 +236,7 @@ async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 async def _message_of(models: list[Process], reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message of rank 0; empty if any model process has ended, because the others would wait forever."""
+    """The next message of the first model process; empty if any has ended, because the others would wait forever."""
     message = asyncio.ensure_future(_message(reader))
     await _first_of(message, models)
     # A process may have sent the reason just before it ended.

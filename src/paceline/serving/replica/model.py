@@ -1,8 +1,8 @@
 """One model process of a replica: builds its part of the model, reports that it is ready, and computes tokens.
 
-With tensor parallelism a replica has several such processes. Rank 0 leads: it sends every call to the others through a
-process group on the host, so that waiting for the next call never waits for the device. The tensors of a call are
-exchanged inside the model.
+With tensor parallelism a replica has several such processes, on one host or several. Rank 0 leads: it sends every call
+to the others through a process group of CPUs, so that waiting for the next call never waits for the device. The tensors
+of a call are exchanged inside the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.launchers.node import placement, torchrun
 from paceline.serving.replica import weights
 from paceline.serving.replica.batching import Channel, serve
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
-from paceline.serving.replica.settings import Settings
+from paceline.serving.replica.settings import Meeting, Settings
 from paceline.training.instruments import collection_paused
 
 READ, STEP = 0, 1
@@ -30,12 +30,12 @@ READ, STEP = 0, 1
 PATIENCE = datetime.timedelta(days=30)
 
 
-def run(settings: Settings, rank: int, channel: Channel | None, port: int | None) -> None:
-    """Only rank 0 has a channel to the front. The other ranks have the port of its store."""
+def run(settings: Settings, rank: int, channel: Channel | None, meeting: Meeting | None) -> None:
+    """The first rank of a host has a channel to its front. All but the first of a single host know where to meet."""
     # fp32 means fp32: TF32 would be another precision under the same name.
     torch.set_float32_matmul_precision("highest")
     device = device_of(settings, rank)
-    group = _join_group(settings, rank, channel, port, device) if settings.tensor_parallel > 1 else None
+    group = _join_group(settings, rank, channel, meeting, device) if settings.tensor_parallel > 1 else None
     # transformers imports the code of an architecture when it builds the model.
     with collection_paused():
         if settings.engine == "deepspeed":
@@ -53,20 +53,22 @@ def run(settings: Settings, rank: int, channel: Channel | None, port: int | None
         if settings.compiled:
             decoding.compile_layers()
         decoding.warm_up(settings.graph)
-    if channel is None:
+    if channel is not None:
+        channel.put({"ready": facts(settings, decoding)})
+    if rank > 0:
         follow(decoding, group)
     else:
-        channel.put({"ready": facts(settings, decoding)})
+        assert channel is not None
         serve(decoding if group is None else Leader(decoding, group), channel, settings)
 
 
 def device_of(settings: Settings, rank: int) -> torch.device:
     if settings.device == "cpu":
-        if settings.tensor_parallel > 1 and "OMP_NUM_THREADS" not in os.environ:
+        if len(settings.ranks) > 1 and "OMP_NUM_THREADS" not in os.environ:
             # Processes that each use every core only wait for one another.
-            torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel))
+            torch.set_num_threads(max(1, torch.get_num_threads() // len(settings.ranks)))
         return torch.device("cpu")
-    number = settings.first_device + rank
+    number = settings.first_device + settings.ranks.index(rank)
     if placement.shares_gpu(os.environ):
         # NCCL refuses two processes of one host on one GPU; with different host names they use sockets.
         os.environ["NCCL_HOSTID"] = f"paceline-replica-{os.getpid()}"
@@ -98,6 +100,7 @@ def facts(settings: Settings, decoding: Decoding) -> dict[str, Any]:
         "compiled": "layers" if settings.compiled else "none",
         "cuda_graph": settings.graph,
         "weights": "pretrained" if settings.is_directory else "random",
+        **({"nodes": settings.nodes} if settings.nodes > 1 else {}),
         "threads": torch.get_num_threads() if settings.device == "cpu" else None,
     }
     size = settings.tensor_parallel
@@ -107,23 +110,28 @@ def facts(settings: Settings, decoding: Decoding) -> dict[str, Any]:
 # --- tensor parallelism ---
 
 
-def _join_group(settings: Settings, rank: int, channel: Channel | None, port: int | None, device: torch.device) -> Any:
+def _join_group(
+    settings: Settings, rank: int, channel: Channel | None, meeting: Meeting | None, device: torch.device
+) -> Any:
     """Join the process group of the model. Returns the group through which the leader sends its calls."""
     size = settings.tensor_parallel
-    if channel is None:
-        assert port is not None
-        store = dist.TCPStore(torchrun.LOOPBACK, port, size, is_master=False)  # type: ignore[attr-defined]
-    else:
+    if meeting is None:
+        assert channel is not None
         store = torchrun.serve(torchrun.listen())
-        channel.put({"store_port": store.port})
+        meeting = (torchrun.LOOPBACK, store.port, "")
+        channel.put({"meeting": meeting})
+    else:
+        store = dist.TCPStore(*meeting[:2], is_master=False, timeout=torchrun.PATIENCE)  # type: ignore[attr-defined]
+    host, port, prefix = meeting
     # DeepSpeed reads its rank from the environment.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": torchrun.LOOPBACK, "MASTER_PORT": str(store.port)}
-    if sys.platform == "linux":
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    if sys.platform == "linux" and settings.nodes == 1:
         # All processes of a replica are on this host, also if the ranks of the run use another interface.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     backend = "nccl" if settings.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    own_keys = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size, timeout=PATIENCE)
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 

@@ -11,6 +11,8 @@ from paceline.experiment.choices import Choice
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 
+# The store of a process group: its host, its port, and the prefix of its keys.
+Meeting = tuple[str, int, str]
 # static: all slots are filled at once, and again when the last answer has ended. continuous: a free slot gets the next
 # request between two steps; reading its prompt delays the others.
 BATCHING = ("continuous", "static")
@@ -22,7 +24,8 @@ SHORTEST_REACH = 256
 class Settings:
     """max_batch: slots, the width of every step. max_length: tokens of a prompt and its answer together.
     prefill_tokens: the most tokens of prompts that are read together, with padding. compiled: the layers of a step use
-    torch.compile. graph: a step is one CUDA graph."""
+    torch.compile. graph: a step is one CUDA graph. nodes: hosts that share the processes of tensor parallelism. part:
+    the number of this host among them; the first one answers requests."""
 
     engine: str
     model: str
@@ -32,6 +35,8 @@ class Settings:
     device: str = "cpu"
     first_device: int = 0
     tensor_parallel: int = 1
+    nodes: int = 1
+    part: int = 0
     max_batch: int = 32
     max_length: int = 2048
     prefill_tokens: int = 16_384
@@ -44,6 +49,12 @@ class Settings:
     def served(self) -> str:
         """The model name in requests: for a directory, the last path component."""
         return self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of tensor parallelism on this host."""
+        count = self.tensor_parallel // self.nodes
+        return range(self.part * count, (self.part + 1) * count)
 
     @property
     def is_directory(self) -> bool:

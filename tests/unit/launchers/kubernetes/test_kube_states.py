@@ -171,6 +171,12 @@ QUOTA = {
     "message": 'Error creating: pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 0, limited: 4',
     "lastTimestamp": "2026-01-01T00:00:05Z",
 }
+CREATED = {
+    "type": "Normal",
+    "reason": "CreatedWorkload",
+    "message": "Created",
+    "eventTime": "2026-01-01T00:00:05.000001Z",
+}
 WAITS: dict[str, tuple[Snapshot, str]] = {
     "no pod yet": (sight(job()), "0 of 2 pods have started"),
     "no node fits": (
@@ -186,7 +192,22 @@ WAITS: dict[str, tuple[Snapshot, str]] = {
         f"0 of 2 pods have started: FailedCreate: {QUOTA['message']}",
     ),
     "its queue": (
-        sight(job(suspend=True), events=[{"type": "Normal", "reason": "CreatedWorkload", "message": "Created"}]),
+        sight(
+            job(suspend=True),
+            events=[
+                {**CREATED, "reportingComponent": "jobset-kueue-controller"},
+                {
+                    "type": "Normal",
+                    "reason": "Suspended",
+                    "message": "Job suspended",
+                    "eventTime": "2026-01-01T00:00:09Z",
+                },
+            ],
+        ),
+        "suspended until its queue admits it: CreatedWorkload: Created",
+    ),
+    "another queue": (
+        sight(job(suspend=True), events=[CREATED]),
         "suspended until its queue admits it: CreatedWorkload: Created",
     ),
 }

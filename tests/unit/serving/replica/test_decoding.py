@@ -186,7 +186,9 @@ def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
 
 def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(UnsupportedError, match="the replica needs GPU 97, but this host shows"):
-        device_of(replace(LLAMA, device="cuda", first_device=96), 1)
+        device_of(replace(LLAMA, device="cuda", first_device=96, tensor_parallel=2), 1)
+    with pytest.raises(UnsupportedError, match="the replica needs GPU 97, but this host shows"):
+        device_of(replace(LLAMA, device="cuda", first_device=96, tensor_parallel=4, nodes=2, part=1), 3)
 
 
 class Threads:
