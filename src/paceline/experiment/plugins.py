@@ -40,6 +40,8 @@ FOLDERS = {
 
 
 KINDS = tuple(FOLDERS)
+# Of a shipped plugin. A file system refuses to look for a name of more than 255 bytes.
+LONGEST_NAME = 100
 
 
 # Functions that each kind must define, with the arguments they are called with. The contract tests read this table.
@@ -200,7 +202,7 @@ def _tree(kind: str, name: str) -> ast.Module | None:
     """The file of a shipped plugin, parsed; None if there is no such plugin. One file takes 1 to 10 ms, so the others
     are left alone."""
     module = name.replace("-", "_")
-    if not module.isidentifier() or module.startswith("_"):
+    if not module.isidentifier() or module.startswith("_") or len(module) > LONGEST_NAME:
         return None
     folder = _folder(kind)
     for source in (folder.joinpath(f"{module}.py"), folder.joinpath(module, "__init__.py")):

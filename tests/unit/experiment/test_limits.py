@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from paceline.cli import main
+from paceline.errors import RequestError
+from paceline.experiment import plugins
 from paceline.experiment.reading import MOST_FILE_BYTES, parse_yaml
 
 BASE = "name: x\nbase: {model: tiny, strategy: ddp, steps: 2, device: cpu}\n"
@@ -70,3 +72,9 @@ def test_aliases_of_ordinary_files_still_work() -> None:
     assert parse_yaml("a: &a {x: 1}\nb: [*a, *a]") == {"a": {"x": 1}, "b": [{"x": 1}, {"x": 1}]}
     with pytest.raises(yaml.YAMLError, match="more than 100,000"):
         parse_yaml(LAUGHS)
+
+
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_a_plugin_name_longer_than_a_file_name_is_an_unknown_plugin(kind: str) -> None:
+    with pytest.raises(RequestError, match="got 'aaaa"):
+        plugins.load(kind, "a" * 300)
