@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from testbed.kube_api import custom, quotas, refusals
-from testbed.kube_api.resources import JOB_SETS, JOBS, NAMESPACES, PODS, Object, Resource
+from testbed.kube_api.resources import JOB_SETS, JOBS, NAMESPACES, PODS, TRAIN_JOBS, Object, Resource
 from testbed.kube_api.state import State
 
 VERSION = "1.33"
@@ -28,6 +28,9 @@ _STRICT_NAMES = {"services", "namespaces"}
 def admit(state: State, resource: Resource, namespace: str, obj: Object) -> Object:
     """The object as it will be stored; raises Refusal."""
     _check_type(resource, obj)
+    if resource in (JOBS, JOB_SETS, TRAIN_JOBS) and not obj.get("spec"):
+        cause = ("spec", "FieldValueRequired", "Required value")
+        raise refusals.invalid(resource, obj.get("metadata", {}).get("name", ""), [cause])
     _check_schema(resource, obj)
     _check_name(resource, obj)
     obj.pop("status", None)

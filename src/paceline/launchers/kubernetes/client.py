@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,10 @@ class Cluster:
         is a dry run of a creation: the server checks the namespace before it reads the object."""
         manifest = {"apiVersion": resource.api, "kind": resource.kind, "metadata": {"name": name}}
         method = self._custom.create_namespaced_custom_object
+        # Long enough to see that a right is gone for good. A webhook that fails would be retried for much longer.
+        brief = replace(self, patience_s=min(self.patience_s, FORBIDDEN_S + 5.0))
         try:
-            self._request("create", resource, method, *self._path(resource), manifest, dry_run="All")
+            brief._request("create", resource, method, *self._path(resource), manifest, dry_run="All")
         except Forbidden:
             # The roles of a namespace are deleted with it; the refusal says so.
             if self.rights.are_known("create", resource.plural):
