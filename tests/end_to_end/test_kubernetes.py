@@ -20,32 +20,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from testbed import EXHAUSTIVE, ONE_SUM
 from testbed.kube_api import Cluster, kueue
 from testbed.kube_api.jobs import index_of
 from testbed.kube_api.kueue import LOCAL_QUEUES
 from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS, TRAIN_JOBS
 from testbed.kube_api.sandbox import why_not
-from testbed.kube_bed import OWN, Bed, light
+from testbed.kube_bed import Bed, open_bed
 from testbed.kube_scenarios import (
     LONG,
     PENDING_S,
-    WAIT_S,
     Scenario,
     delete_job,
     delete_namespace,
     delete_pod,
+    empty,
+    judge,
     limit_jobs,
     limit_pods,
     moving,
-    play,
+    outlive_restart,
+    played,
     rotate,
-    until,
     without_namespace,
 )
 from testbed.plain_answers import plain_answer
-from testbed.ports import free_port
+from testbed.waiting import WAIT_S, until
 
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
@@ -305,48 +305,28 @@ def lost_lines(pod: dict[str, Any]) -> re.Pattern[bytes] | None:
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSpec]) -> Iterator[Bed]:
-    from kubernetes.client import configuration
-    from kubernetes.config import kube_config
-
     folder = tmp_path_factory.mktemp("kubernetes")
-    spec = make_spec(None, processes=1, nodes=2, workload="reference", steps=8, timeout_s=300.0, stall_s=200.0)
-    with Cluster(folder / "cluster", nodes=()) as cluster, pytest.MonkeyPatch.context() as patch:
-        found = Bed(cluster, folder, spec)
-        cluster.kubelet.lossy = lost_lines
-        light(patch.setattr)
-        # The client reads the variable KUBECONFIG once, when it is imported.
-        patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(found.kubeconfig))
-        # It looks through all variables for proxies, while pytest names its next test in one.
-        patch.setattr(configuration, "getproxies", dict)
-        cluster.contexts(found.kubeconfig, found.users)
-        yield found
+    with open_bed(Cluster(folder / "cluster", nodes=()), folder, make_spec) as opened:
+        opened.cluster.kubelet.lossy = lost_lines
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def records(bed: Bed) -> Iterator[dict[str, Future[Any]]]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(play, bed, name, scenario) for name, scenario in {**BEREAVED, **SCENARIOS}.items()}
+def records(bed: Bed, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
+    yield from played(bed, {**BEREAVED, **SCENARIOS}, AT_ONCE, request.session.items)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_run_ends_with_the_right_word_and_leaves_nothing(
     name: str, bed: Bed, records: dict[str, Future[Any]]
 ) -> None:
-    record, scenario = records[name].result(), SCENARIOS[name]
-    assert (record.status, record.error) == (scenario.status, record.error)
-    if scenario.sentence is None:
-        assert record.error is None
-        assert {sample.rank for sample in record.steps} == {0, 1}
-        assert len(record.steps) == 2 * record.spec.steps
-    else:
-        assert re.search(scenario.sentence, record.error), record.error
-        assert "\n" not in record.error
+    judge(records[name].result(), SCENARIOS[name])
     if name == "silent":
         left = until(lambda: len(bed.cluster.leftovers(name)) <= 2 and bed.cluster.leftovers(name), "one pod left")
         assert [word.partition("/")[0].partition(" ")[0] for word in left] == ["Pod", "folder"], left
         # Only its node could confirm its end, or somebody who deletes the node.
         bed.cluster.lose_node(bed.cluster.pods(name)[0]["spec"]["nodeName"])
-    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+    empty(bed, name)
 
 
 def created_jobs(bed: Bed, name: str) -> list[str]:
@@ -356,20 +336,8 @@ def created_jobs(bed: Bed, name: str) -> list[str]:
 
 
 def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
-    name = "restarted"
-    bed.prepare(name)
-    spec = bed.spec_of(name, env={"LIGHT_S": "3"})
-    with ThreadPoolExecutor(1) as aside:
-        running = aside.submit(bed.run, spec)
-        moving(bed, name, spec)
-        bed.cluster.stop_api_server()
-        time.sleep(1.5)
-        bed.cluster.start_api_server()
-        record = running.result()
-    assert (record.status, record.error) == ("ok", None)
-    assert len(record.steps) == 2 * spec.steps
-    assert len(created_jobs(bed, name)) == 1
-    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+    outlive_restart(bed, "restarted", env={"LIGHT_S": "3"})
+    assert len(created_jobs(bed, "restarted")) == 1
 
 
 @pytest.mark.exhaustive
@@ -399,7 +367,7 @@ def test_a_launch_after_an_outage_removes_the_job_that_the_outage_left(bed: Bed)
     )
     gone = {c.object["metadata"]["uid"] for c in history[:added] if c.how == "DELETED"}
     assert before <= gone, "no pod of the earlier launch was left when the next one was submitted"
-    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+    empty(bed, name)
 
 
 @pytest.mark.parametrize("name", WITHOUT)
@@ -419,16 +387,17 @@ def test_replicas_go_on_without_a_node_that_was_lost(name: str, bed: Bed, record
         # Only its node could confirm its end, or somebody who deletes the node.
         (left,) = bed.cluster.pods(name)
         bed.cluster.lose_node(left["spec"]["nodeName"])
-    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+    empty(bed, name)
 
 
 @pytest.mark.exhaustive
-def test_nothing_goes_on_without_the_node_of_the_client(bed: Bed, records: dict[str, Future[Any]]) -> None:
-    record = records["headless"].result()
+@pytest.mark.parametrize("name", ["headless"])
+def test_nothing_goes_on_without_the_node_of_the_client(name: str, bed: Bed, records: dict[str, Future[Any]]) -> None:
+    record = records[name].result()
     assert record.status == "preempted", record.error
     assert re.search(r"pod .* on headless-. was evicted: .*low on resource", record.error), record.error
     assert record.lost_nodes == ()
-    until(lambda: not bed.cluster.leftovers("headless"), f"the end of {bed.cluster.leftovers('headless')}")
+    empty(bed, name)
 
 
 @pytest.fixture
@@ -475,7 +444,7 @@ def test_a_controller_that_was_killed_finds_its_job_again(bed: Bed, controller: 
     assert {sample.rank for sample in record.steps} == {0, 1}
     assert len(record.steps) == 2 * spec.steps
     assert len(created_jobs(bed, name)) == 1, "nothing is started twice"
-    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+    empty(bed, name)
 
 
 @pytest.mark.exhaustive
@@ -490,7 +459,7 @@ def test_ctrl_c_removes_everything_and_keeps_what_was_measured(bed: Bed, control
     assert child.returncode == 130, said
     assert not store.is_sealed(bed.run_dir(spec))
     assert bed.cluster.pods(name) == []
-    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+    empty(bed, name)
 
 
 @pytest.fixture
@@ -503,25 +472,14 @@ def campaign_in_pods(bed: Bed, experiment_file: Callable[..., Path], paceline: A
         bed.prepare(name)
         bed.cluster.state.create(SECRETS, name, {"metadata": {"name": "hub"}, "data": {"token": b64(secret)}})
         launcher = {
-            "name": "kubernetes",
-            "image": "paceline",
-            "context": name,
-            "node_selector": {OWN: name},
-            "port": free_port(),
             "secret_env": {"HF_TOKEN": {"secret": "hub", "key": "token"}},
             "env": {"HOSTILE": "'\"; echo $(HOME) $(touch /tmp/x) #\n"},
         }
-        out = bed.folder / f"campaign-{name}"
-        out.mkdir()
-        (out / "where.yaml").write_text(yaml.safe_dump(launcher))
-        file = experiment_file(out, name, matrix, **base, nodes=2, processes=1)
-        words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
-        done = paceline(*words, env={"KUBECONFIG": str(bed.kubeconfig)})
-        assert done.returncode == 0, done.stdout + done.stderr
-        for path in out.rglob("*"):
+        folder = bed.campaign((experiment_file, paceline), name, matrix, launcher, **base)
+        for path in folder.parent.rglob("*"):
             assert not path.is_file() or secret.encode() not in path.read_bytes(), path
         until(lambda: not bed.cluster.leftovers(name) or bed.cluster.leftovers(name) == ["Secret/hub"], "the end")
-        return out / name
+        return folder
 
     return run
 

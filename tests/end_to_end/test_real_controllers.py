@@ -6,21 +6,18 @@ cluster init` and no others. `PACELINE_KUBERNETES` names the directory with the 
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from testbed.kube_api.kueue import LOCAL_QUEUES
 from testbed.kube_api.resources import CLAIMS, JOB_SETS
 from testbed.kube_api.sandbox import why_not
-from testbed.kube_bed import OWN, Bed, light
+from testbed.kube_bed import Bed, open_bed
 from testbed.kube_real import RealCluster, directory, missing
 from testbed.kube_real.cluster import FLAVORS, QUEUES, VOLUMES
 from testbed.kube_scenarios import (
@@ -29,15 +26,17 @@ from testbed.kube_scenarios import (
     delete_job,
     delete_namespace,
     delete_pod,
+    empty,
+    judge,
     limit_jobs,
     limit_pods,
     moving,
-    play,
+    outlive_restart,
+    played,
     rotate,
-    until,
     without_namespace,
 )
-from testbed.ports import free_port
+from testbed.waiting import until
 
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
@@ -184,91 +183,49 @@ ALL = {**SCENARIOS, **({} if NO_KUEUE else QUEUED)}
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSpec]) -> Iterator[Bed]:
-    from kubernetes.client import configuration
-    from kubernetes.config import kube_config
-
     folder = tmp_path_factory.mktemp("kubernetes")
-    spec = make_spec(None, processes=1, nodes=2, workload="reference", steps=8, timeout_s=300.0, stall_s=200.0)
     managers = ("jobset", "trainer", *(() if NO_KUEUE else ("kueue",)))
-    with RealCluster(folder / "cluster", directory(), managers) as cluster, pytest.MonkeyPatch.context() as patch:
-        found = Bed(cluster, folder, spec)  # type: ignore[arg-type]
-        light(patch.setattr)
-        patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(found.kubeconfig))
-        patch.setattr(configuration, "getproxies", dict)
-        cluster.contexts(found.kubeconfig, found.users)
-        yield found
+    with open_bed(RealCluster(folder / "cluster", directory(), managers), folder, make_spec) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
 def records(bed: Bed, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
-    """Those of the chosen tests, a few at a time."""
-    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(play, bed, name, scenario) for name, scenario in ALL.items() if name in chosen}
-
-
-def judge(name: str, bed: Bed, record: Any, scenario: Scenario) -> None:
-    assert (record.status, record.error) == (scenario.status, record.error)
-    if scenario.sentence is None:
-        assert record.error is None
-        assert {sample.rank for sample in record.steps} == {0, 1}
-        assert len(record.steps) == 2 * record.spec.steps
-    else:
-        assert re.search(scenario.sentence, record.error), record.error
-        assert "\n" not in record.error
-    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+    yield from played(bed, ALL, AT_ONCE, request.session.items)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_run_ends_with_the_right_word_and_leaves_nothing(
     name: str, bed: Bed, records: dict[str, Future[Any]]
 ) -> None:
-    judge(name, bed, records[name].result(), SCENARIOS[name])
+    judge(records[name].result(), SCENARIOS[name])
+    empty(bed, name)
 
 
 @needs_kueue
 @pytest.mark.parametrize("name", QUEUED)
 def test_a_real_kueue_starts_jobs_and_takes_them_back(name: str, bed: Bed, records: dict[str, Future[Any]]) -> None:
-    judge(name, bed, records[name].result(), QUEUED[name])
+    judge(records[name].result(), QUEUED[name])
+    empty(bed, name)
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_a_certified_campaign_on_two_pods_ends_with_a_report(
     kind: str, bed: Bed, experiment_file: Callable[..., Path], paceline: Any, smaller: dict[str, Any]
 ) -> None:
-    """Real ranks, started by torchrun in two pods that find each other by name."""
     name = f"certified-{kind}"
     bed.prepare(name)
-    launcher = {"name": "kubernetes", "image": "paceline", "context": name, "kind": kind, "port": free_port()}
-    launcher |= {"node_selector": {OWN: name}}
-    out = bed.folder / name
-    out.mkdir()
-    (out / "where.yaml").write_text(yaml.safe_dump(launcher))
-    file = experiment_file(out, name, {"strategy": ["ddp"]}, **smaller, nodes=2, processes=1)
-    words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
-    done = paceline(*words, env={"KUBECONFIG": str(bed.kubeconfig)})
-    assert done.returncode == 0, done.stdout + done.stderr
-    found, skipped = store.read_runs(out / name)
+    tools = experiment_file, paceline
+    folder = bed.campaign(tools, name, {"strategy": ["ddp"]}, {"kind": kind}, **smaller)
+    found, skipped = store.read_runs(folder)
     assert not skipped
     trained = next(record for record in found if record.spec.strategy is not None)
     assert {outcome.host for outcome in trained.outcomes} == {f"{name}-a", f"{name}-b"}
-    report = json.loads((out / name / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
     assert [certificate["valid"] for certificate in report["certificates"]] == [True]
-    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+    empty(bed, name)
 
 
 def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
     """A real one answers 403 until it has read its roles. Last: the other runs must not see it."""
-    name = "restarted"
-    bed.prepare(name)
-    spec = dataclasses.replace(bed.spec_of(name, env={"LIGHT_S": "10"}, kind="jobset", patience_s=240.0))
-    with ThreadPoolExecutor(1) as aside:
-        running = aside.submit(bed.run, spec)
-        moving(bed, name, spec)
-        bed.cluster.stop_api_server()
-        time.sleep(1.5)
-        bed.cluster.start_api_server()
-        record = running.result()
-    assert (record.status, record.error) == ("ok", None)
-    assert len(record.steps) == 2 * spec.steps
-    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+    outlive_restart(bed, "restarted", env={"LIGHT_S": "10"}, kind="jobset", patience_s=240.0)

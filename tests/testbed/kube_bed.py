@@ -5,13 +5,16 @@ Ranks need no torch (see `light`). Runs of different names do not touch each oth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from paceline.campaign.run import controller as run
 from paceline.experiment.choices import Choice
@@ -31,6 +34,8 @@ from testbed.observers import Unseen
 from testbed.ports import free_port
 
 OWN = "tests/bed"
+# The fixtures `experiment_file` and `paceline`.
+Tools = tuple[Callable[..., Path], Callable[..., Any]]
 
 
 @dataclass
@@ -74,11 +79,45 @@ class Bed:
     def run_dir(self, spec: RunSpec) -> Path:
         return self.folder / "out" / spec.experiment / spec.run_id
 
+    def campaign(
+        self, tools: Tools, name: str, matrix: Any, launcher: dict[str, Any] | None = None, **base: Any
+    ) -> Path:
+        """The results of a campaign of real ranks, started by torchrun in two pods that find each other by name."""
+        usual = {"name": "kubernetes", "image": "paceline", "context": name, "node_selector": {OWN: name}}
+        out = self.folder / f"campaign-{name}"
+        out.mkdir()
+        (out / "where.yaml").write_text(yaml.safe_dump({**usual, "port": free_port(), **(launcher or {})}))
+        experiment_file, paceline = tools
+        file = experiment_file(out, name, matrix, **base, nodes=2, processes=1)
+        words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
+        done = paceline(*words, env={"KUBECONFIG": str(self.kubeconfig)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return out / name
+
     def pods(self, name: str, phase: str = "Running") -> list[Object]:
         return [p for p in self.cluster.pods(name) if p["status"].get("phase") == phase]
 
     def jobs(self, name: str) -> list[Object]:
         return self.cluster.state.list(JOBS, name)
+
+
+@contextlib.contextmanager
+def open_bed(cluster: Any, folder: Path, make_spec: Callable[..., RunSpec]) -> Iterator[Bed]:
+    """A bed on the cluster, which runs while the block lasts; the controllers of this process know no other one."""
+    import pytest
+    from kubernetes.client import configuration
+    from kubernetes.config import kube_config
+
+    spec = make_spec(None, processes=1, nodes=2, workload="reference", steps=8, timeout_s=300.0, stall_s=200.0)
+    with cluster, pytest.MonkeyPatch.context() as patch:
+        bed = Bed(cluster, folder, spec)
+        light(patch.setattr)
+        # The client reads the variable KUBECONFIG once, when it is imported.
+        patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(bed.kubeconfig))
+        # It looks through all variables for proxies, while pytest names its next test in one.
+        patch.setattr(configuration, "getproxies", dict)
+        cluster.contexts(bed.kubeconfig, bed.users)
+        yield bed
 
 
 def main(argv: list[str]) -> int:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
+from paceline.results.records import RunRecord
 from testbed.kube_bed import Bed
+from testbed.waiting import until
 
-WAIT_S = 180.0
 LONG = {"LIGHT_S": "120"}
 # Pods may wait for this long.
 PENDING_S = 4.0
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(f"{what} did not happen within {WAIT_S:g} s")
 
 
 def moving(bed: Bed, name: str, spec: RunSpec) -> Any:
@@ -111,3 +106,46 @@ def play(bed: Bed, name: str, scenario: Scenario) -> Any:
         if other is not None:
             other.result()
     return record
+
+
+def played(
+    bed: Bed, scenarios: Mapping[str, Scenario], at_once: int, items: Sequence[pytest.Item]
+) -> Iterator[dict[str, Future[Any]]]:
+    """The records of the chosen tests' scenarios, which are played a few at a time."""
+    chosen = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(at_once) as pool:
+        yield {name: pool.submit(play, bed, name, each) for name, each in scenarios.items() if name in chosen}
+
+
+def judge(record: RunRecord, scenario: Scenario) -> None:
+    """The run ended as it must, and with all samples or the right sentence."""
+    assert (record.status, record.error) == (scenario.status, record.error)
+    if scenario.sentence is None:
+        assert record.error is None
+        assert {sample.rank for sample in record.steps} == {0, 1}
+        assert len(record.steps) == 2 * record.spec.steps
+    else:
+        assert record.error is not None
+        assert re.search(scenario.sentence, record.error), record.error
+        assert "\n" not in record.error
+
+
+def empty(bed: Bed, name: str) -> None:
+    """Wait until nothing of a run is left."""
+    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+
+
+def outlive_restart(bed: Bed, name: str, **options: Any) -> None:
+    """A run during which the API server restarts ends as if nothing had happened."""
+    bed.prepare(name)
+    spec = bed.spec_of(name, **options)
+    with ThreadPoolExecutor(1) as aside:
+        running = aside.submit(bed.run, spec)
+        moving(bed, name, spec)
+        bed.cluster.stop_api_server()
+        time.sleep(1.5)
+        bed.cluster.start_api_server()
+        record = running.result()
+    assert (record.status, record.error) == ("ok", None)
+    assert len(record.steps) == 2 * spec.steps
+    empty(bed, name)

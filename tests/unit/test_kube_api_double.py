@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed import waiting
 from testbed.kube_api import Cluster, Node
 from testbed.kube_api.logs import ContainerLog, LogQuery
 from testbed.kube_api.sandbox import why_not
@@ -57,13 +58,8 @@ def job(name: str, script: str, indexes: int = 1, **spec: Any) -> dict[str, Any]
     return {"metadata": {"name": name}, "spec": {**usual, **spec, "template": template}}
 
 
-def until(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    pytest.fail(f"did not happen within {limit_s:g} s")
+def until(condition: Callable[[], Any]) -> Any:
+    return waiting.until(condition, "what the double should do", 60.0, 0.02)
 
 
 def ended(api: Any, name: str) -> dict[str, str]:
@@ -255,10 +251,12 @@ def test_a_deleted_namespace_takes_no_more_and_loses_its_pods_before_their_job(a
     api.core.create_namespace({"metadata": {"name": space}})
     api.batch.create_namespaced_job(space, job("held", "sleep 60", pod={"terminationGracePeriodSeconds": 1}))
     until(lambda: [p for p in api.core.list_namespaced_pod(space).items if p.status.phase == "Running"])
+    bare = {"metadata": {"name": "held"}}
+    assert refusal(lambda: api.batch.create_namespaced_job(space, bare, dry_run="All"))[0] == 422
     cluster.delete_namespace(space)
     until(lambda: api.core.list_namespaced_pod(space).items[0].metadata.deletion_timestamp)
     assert api.batch.read_namespaced_job("held", space).metadata.deletion_timestamp is None
-    code, body = refusal(lambda: api.batch.create_namespaced_job(space, job("held", ""), dry_run="All"))
+    code, body = refusal(lambda: api.batch.create_namespaced_job(space, bare, dry_run="All"))
     assert (code, body["message"].endswith("in namespace passing because it is being terminated")) == (403, True)
     until(lambda: space not in {each.metadata.name for each in api.core.list_namespace().items})
 

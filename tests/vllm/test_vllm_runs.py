@@ -21,6 +21,7 @@ import pytest
 import yaml
 from testbed import llama_cpp, tiny_llama
 from testbed.spread import SpreadRanks
+from testbed.waiting import until
 
 from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError
@@ -93,7 +94,9 @@ class Campaign:
     family: Family
 
     def wait(self) -> tuple[int, str]:
-        until(lambda: self.family.living() is not None and self.process.poll() is not None, "the end of the run")
+        until(
+            lambda: self.family.living() is not None and self.process.poll() is not None, "the end of the run", LONG_S
+        )
         return self.process.returncode, (self.out / "output.txt").read_text()
 
     @property
@@ -105,15 +108,6 @@ class Campaign:
     def is_timing(self) -> bool:
         runs = [file.parent for file in (self.out / "served").glob("*/spec.json")]
         return any(p.phase.startswith("timing") for run in runs for p in store.read_progress(run))
-
-
-def until(condition: Callable[[], Any], what: str, limit_s: float = LONG_S) -> Any:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.2)
-    pytest.fail(f"{what} did not happen within {limit_s:g} s")
 
 
 @pytest.fixture(scope="session")
@@ -290,7 +284,7 @@ def test_one_that_cannot_start_says_why_in_one_sentence(
 def test_an_end_in_the_middle_leaves_nothing_running(start: Callable[..., Campaign], model: Path, how: str) -> None:
     long = {"data": "synthetic:prompt=fixed,prompt_mean=8,answer_mean=300", "max_tokens": 300, "requests": 64}
     campaign = start([{"scenario": ["concurrency"], "concurrency": [2]}], str(model), **long)
-    until(lambda: campaign.is_timing() or campaign.process.poll() is not None, "the timed load")
+    until(lambda: campaign.is_timing() or campaign.process.poll() is not None, "the timed load", LONG_S)
     assert campaign.process.poll() is None, campaign.wait()[1]
     time.sleep(1)
     if how == "Ctrl-C":

@@ -39,6 +39,7 @@ from testbed.kube_real import programs
 from testbed.kube_real.api import Api, Refused, path
 from testbed.kube_real.programs import Manager, Program
 from testbed.ports import free_port
+from testbed.waiting import until
 
 TICK_S = 0.25
 HEARTBEAT_S = 10.0
@@ -113,13 +114,13 @@ class RealCluster(Accidents):
         for program in self._others:
             program.start()
         spaces = BY_KIND["Namespace"]
-        programs.until(lambda: self._finds(spaces, "kube-node-lease"), "the first namespaces")
+        until(lambda: self._finds(spaces, "kube-node-lease"), "the first namespaces")
         for manager in self._managers:
             objects = manager.objects()
             self.apply([each for each in objects if each["kind"] == DEFINITIONS.kind])
             for each in objects:
                 if each["kind"] == DEFINITIONS.kind:
-                    programs.until(lambda each=each: self._is_served(each["metadata"]["name"]), "a definition")
+                    until(lambda each=each: self._is_served(each["metadata"]["name"]), "a definition")
             manager.program.start()
             manager.program.await_ready(manager.is_ready)
             self.apply([each for each in objects if each["kind"] != DEFINITIONS.kind])
@@ -193,7 +194,7 @@ class RealCluster(Accidents):
         made = self.api.create(NODES, "", manifest)
         self.api.modify(NODES, made, lambda each: each["status"].update(status))
         self._beat()
-        programs.until(lambda: self._is_usable(node.name), f"a usable node {node.name}")
+        until(lambda: self._is_usable(node.name), f"a usable node {node.name}")
 
     def _is_usable(self, name: str) -> bool:
         return not (self.api.get(NODES, "", name)["spec"].get("taints") or [])

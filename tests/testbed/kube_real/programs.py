@@ -6,7 +6,6 @@ import base64
 import shlex
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import yaml
 
 from paceline.host.processes import end_with_parent
 from testbed.ports import free_port
+from testbed.waiting import until
 
 # From the start of a program to its first answer, on a machine that others keep busy.
 READY_S = 300.0
@@ -33,15 +33,6 @@ MANAGERS: dict[str, dict[str, Any]] = {
         "featureGates": {"VisibilityOnDemand": False},
     },
 }
-
-
-def until(condition: Callable[[], Any], what: str, limit_s: float = READY_S) -> Any:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise TimeoutError(f"{what} did not happen within {limit_s:g} s")
 
 
 class Program:
@@ -69,7 +60,7 @@ class Program:
             assert self._child.poll() is None, f"{self._words[0]} ended: {self._log.read_text()[-3000:]}"
             return ready()
 
-        until(is_ready, f"the first answer of {self._words[0]}")
+        until(is_ready, f"the first answer of {self._words[0]}", READY_S)
 
     def stop(self) -> None:
         if self._child is not None and self._child.poll() is None:
