@@ -15,11 +15,18 @@ from paceline.errors import LONGEST_SHOWN, RequestError, did_you_mean, shown
 MOST_FILE_BYTES = 2**20
 MOST_NODES = 100_000
 LONGEST_NUMBER = 400
+# Of open brackets and braces; PyYAML looks at all open ones again for every token.
+MOST_BRACKETS = 100
 
 
 class Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-4 is a number, as people expect (YAML 1.1 requires 1.0e-4). It refuses what would take long
-    to build: numbers of many digits, and aliases of aliases."""
+    to read or to build: many open brackets, numbers of many digits, and aliases of aliases."""
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level >= MOST_BRACKETS:
+            raise yaml.YAMLError("nested too deeply")
+        super().fetch_flow_collection_start(token)
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
