@@ -121,18 +121,23 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 
-def imports(tree: ast.AST, deferred: bool = False, executed: bool = True) -> Iterator[Import]:
+@functools.cache
+def imports_of(module: str) -> list[Import]:
     """All imports of a file, lazy and type-checking ones included; `from paceline import x` counts as paceline.x."""
+    return list(imports(trees()[module]))
+
+
+def imports(tree: ast.AST, deferred: bool = False, executed: bool = True) -> Iterator[Import]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, deferred, executed) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import at line {node.lineno}"
             yield from (Import(f"{node.module}.{a.name}", node.lineno, deferred, executed) for a in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from imports(node, deferred, executed=False)
-        else:
-            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds an import
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from imports(node, deferred or inside, executed)
 
 
@@ -151,8 +156,8 @@ def edges() -> list[tuple[str, str, Import]]:
     """Every import of one module of ours by another: who imports, what, and how."""
     return [
         (module, target, item)
-        for module, tree in trees().items()
-        for item in imports(tree)
+        for module in SOURCES
+        for item in imports_of(module)
         if (target := own_module(item.name)) and target != module
     ]
 
@@ -252,6 +257,11 @@ def executed() -> dict[str, list[str]]:
     return found
 
 
+@functools.cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(trees()[module]))
+
+
 def eager_closure(module: str) -> set[str]:
     """Every module of ours that `import module` executes, its parent packages included."""
     pending, seen = [module], set[str]()
@@ -271,8 +281,8 @@ def test_what_every_verb_imports_stays_light() -> None:
     ranks_only = ("training.", "workloads.", "serving.")
     light = [name for name in SOURCES if name and (name in PLUGINS or not f"{name}.".startswith(ranks_only))]
     heavy = {
-        name: {i.name.split(".")[0] for i in imports(tree) if i.executed and not i.deferred} & HEAVY
-        for name, tree in trees().items()
+        name: {i.name.split(".")[0] for i in imports_of(name) if i.executed and not i.deferred} & HEAVY
+        for name in SOURCES
     }
     assert not [
         f"{module} -> {name} imports {package}"
@@ -282,16 +292,23 @@ def test_what_every_verb_imports_stays_light() -> None:
     ]
 
 
-def calls(tree: ast.AST) -> Iterator[str]:
-    return (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+def calls(module: str) -> Iterator[str]:
+    """Calls of names, and of attributes of names."""
+    for node in nodes(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            yield ast.unparse(node.func) if _is_plain(node.func) else ""
+
+
+def _is_plain(called: ast.expr) -> bool:
+    return isinstance(called, ast.Name) or (isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name))
 
 
 def test_print_and_exit_live_in_the_command_line() -> None:
     programs = ("cli.", "workloads.worker.", "launchers.node.agent.", "launchers._warm.", "__main__.")
     found = {
         f"{module}: {name}"
-        for module, tree in trees().items()
-        for name in calls(tree)
+        for module in SOURCES
+        for name in calls(module)
         if name in ("print", "sys.exit", "exit", "quit", "os._exit") and not f"{module}.".startswith(programs)
     }
     assert not found
@@ -305,8 +322,8 @@ def test_broad_excepts_are_the_documented_ones() -> None:
     documented |= {"serving.client.on_demand", "training.attachment.paceline_observer"}
     found = {
         module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module in SOURCES
+        for node in nodes(module)
         if isinstance(node, ast.ExceptHandler)
         and (
             node.type is None
