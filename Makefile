@@ -55,7 +55,7 @@ setup: $(VENV)/.ready
 # Python, at which compileall fails; what it misses is compiled when imported.
 INSTALL := DS_BUILD_OPS=0 $(BIN)/pip install --no-compile
 UNUSED := /tests?/|/transformers/models/|/ray/(data|llm|rllib|serve|train|tune)/
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib src || true
 
 # The environment of the demo: Paceline, torch and DeepSpeed. The tests and linters add the rest to it.
 $(VENV)/.demo: pyproject.toml constraints.txt

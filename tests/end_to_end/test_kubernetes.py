@@ -464,10 +464,10 @@ def test_ctrl_c_removes_everything_and_keeps_what_was_measured(bed: Bed, control
 
 @pytest.fixture
 def campaign_in_pods(bed: Bed, experiment_file: Callable[..., Path], paceline: Any) -> Callable[..., Path]:
-    """A campaign of real ranks in a namespace of its name, started by torchrun in two pods that find each other by
-    name, with a secret that must stay one; the folder with its results."""
+    """A campaign of real ranks in a namespace of its name, started by torchrun or this runner in two pods that find
+    each other by name, with a secret that must stay one; the folder with its results."""
 
-    def run(name: str, matrix: dict[str, Any], **base: Any) -> Path:
+    def run(name: str, matrix: dict[str, Any], runner: str | None = None, **base: Any) -> Path:
         secret = "hf_abcdefghijklmnopqrstuvwxyz012345"
         bed.prepare(name)
         bed.cluster.state.create(SECRETS, name, {"metadata": {"name": "hub"}, "data": {"token": b64(secret)}})
@@ -475,7 +475,7 @@ def campaign_in_pods(bed: Bed, experiment_file: Callable[..., Path], paceline: A
             "secret_env": {"HF_TOKEN": {"secret": "hub", "key": "token"}},
             "env": {"HOSTILE": "'\"; echo $(HOME) $(touch /tmp/x) #\n"},
         }
-        folder = bed.campaign((experiment_file, paceline), name, matrix, launcher, **base)
+        folder = bed.campaign((experiment_file, paceline), name, matrix, launcher, runner, **base)
         for path in folder.parent.rglob("*"):
             assert not path.is_file() or secret.encode() not in path.read_bytes(), path
         until(lambda: not bed.cluster.leftovers(name) or bed.cluster.leftovers(name) == ["Secret/hub"], "the end")
@@ -485,7 +485,7 @@ def campaign_in_pods(bed: Bed, experiment_file: Callable[..., Path], paceline: A
 
 
 def test_real_ranks_in_two_pods_meet_and_are_reported(campaign_in_pods: Callable[..., Path]) -> None:
-    folder = campaign_in_pods("summed", {"workload": [ONE_SUM]}, global_batch=2)
+    folder = campaign_in_pods("summed", {"workload": [ONE_SUM]}, runner="testbed.bare", global_batch=2)
     ((record,), skipped) = store.read_runs(folder)
     assert not skipped
     assert (record.status, record.error) == ("ok", None)

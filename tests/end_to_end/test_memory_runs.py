@@ -31,7 +31,8 @@ BASE = {
 SMALL = "small:layers=2"
 MEMORY = {"workload": "memory", "model": SMALL, "processes": 2, "sequence_length": 128, "micro_batch": 4}
 ZERO = ("zero:stage=2", "zero:stage=3") if EXHAUSTIVE else ("zero:stage=2",)
-LAYOUTS = ["tp", "pp", "cp", "cp:attention=ulysses"] if EXHAUSTIVE else ["tp", "pp"]
+# tests/unit/workloads/memory/test_rehearsal.py has what tp splits.
+LAYOUTS = ["tp", "pp", "cp", "cp:attention=ulysses"] if EXHAUSTIVE else ["pp"]
 FRONTIER = {"workload": "frontier:limit_gib=0.2,most=32", "strategy": "single", "processes": 1}
 
 

@@ -121,10 +121,11 @@ def bench(
 
 
 def test_ranks_on_two_nodes_meet_and_are_reported(cluster: testbed.Cluster, campaign: Callable[..., Any]) -> None:
-    """Real ranks, started by torchrun."""
+    """Real ranks; those of ssh and, in `make test-all`, of Slurm are started by torchrun."""
     launcher = {"name": "slurm", "poll_s": 0.3, "comment": HOSTILE}
     sizes = {"nodes": 2, "processes": 1, "global_batch": 2}
-    found = campaign("on_slurm", {"workload": [ONE_SUM]}, cluster.environment, launcher=launcher, **sizes)
+    env = {**cluster.environment, "FORKED_RUNNER": "testbed.bare"}
+    found = campaign("on_slurm", {"workload": [ONE_SUM]}, env, launcher=launcher, **sizes)
     assert found.code == 0, found.stdout + found.stderr
     (record,) = found.records
     assert {outcome.host for outcome in record.outcomes} == {"n1", "n2"}

@@ -86,9 +86,11 @@ def import_for(kind: str) -> None:
 
 
 def run_command(request: Mapping[str, Any], _: socket.socket) -> int:
-    """`paceline ARGUMENTS`."""
+    """`paceline ARGUMENTS`. Nodes start ranks by the runner that FORKED_RUNNER names instead of torchrun."""
     from paceline import cli
+    from paceline.launchers import _job
 
+    _job.RUNNER = os.environ.get("FORKED_RUNNER")
     time.tzset()
     sys.argv = ["paceline", *request["arguments"]]
     try:

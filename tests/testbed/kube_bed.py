@@ -80,9 +80,16 @@ class Bed:
         return self.folder / "out" / spec.experiment / spec.run_id
 
     def campaign(
-        self, tools: Tools, name: str, matrix: Any, launcher: dict[str, Any] | None = None, **base: Any
+        self,
+        tools: Tools,
+        name: str,
+        matrix: Any,
+        launcher: dict[str, Any] | None = None,
+        runner: str | None = None,
+        **base: Any,
     ) -> Path:
-        """The results of a campaign of real ranks, started by torchrun in two pods that find each other by name."""
+        """The results of a campaign of real ranks in two pods that find each other by name. Torchrun starts the ranks
+        unless there is another runner."""
         usual = {"name": "kubernetes", "image": "paceline", "context": name, "node_selector": {OWN: name}}
         out = self.folder / f"campaign-{name}"
         out.mkdir()
@@ -90,7 +97,8 @@ class Bed:
         experiment_file, paceline = tools
         file = experiment_file(out, name, matrix, **base, nodes=2, processes=1)
         words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
-        done = paceline(*words, env={"KUBECONFIG": str(self.kubeconfig)})
+        env = {"KUBECONFIG": str(self.kubeconfig), **({"FORKED_RUNNER": runner} if runner else {})}
+        done = paceline(*words, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         return out / name
 
