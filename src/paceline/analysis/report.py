@@ -229,7 +229,10 @@ def _health(record: RunRecord, window: Window | None, certificate: Certificate |
     if certificate and certificate.valid and certificate.level_text:
         found.append(f"equal work: {certificate.level_text}")
     if certificate and certificate.valid and certificate.compared_steps < certificate.steps:
-        found.append(f"only {certificate.compared_steps} of {certificate.steps} steps could be compared")
+        compared = f"only {certificate.compared_steps} of {certificate.steps} steps could be compared"
+        if certificate.unstable_from is not None:
+            compared += f": training is unstable from step {certificate.unstable_from} on; lower learning_rate"
+        found.append(compared)
     return tuple(found)
 
 

@@ -160,6 +160,10 @@ class Check:
 CERTIFIED, CONSISTENT, DIFFERENT = "certified", "consistent", "different"
 
 
+# A limit above this share of the loss does not tell a mistake from rounding: such a step was not really compared.
+LOOSE_LIMIT = 0.05
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurve:
     """Loss of a run at the steps that the reference has too, the reference's, and the accepted relative deviation."""
@@ -175,8 +179,9 @@ class Certificate:
     """Proof that a run did the same work as its group, or the reasons why not.
 
     steps: the recorded steps. compared_steps: those whose loss and gradient norm were compared with the reference or
-    with other cells. For a foreign script, work is what was observed of it; level and grade say how equal the run is to
-    the first of the same work, and differs what distinguishes it from the first run of the group.
+    with other cells, within at most LOOSE_LIMIT. For a foreign script, work is what was observed of it; level and grade
+    say how equal the run is to the first of the same work, and differs what distinguishes it from the first run of the
+    group.
     """
 
     run: str
@@ -194,6 +199,12 @@ class Certificate:
     @property
     def valid(self) -> bool:
         return bool(self.checks) and all(check.ok or check.grades for check in self.checks)
+
+    @property
+    def unstable_from(self) -> int | None:
+        """The first step at which references that differ only in rounding have drifted too far apart to judge a run."""
+        limits = zip(self.loss.steps, self.loss.limits, strict=True) if self.loss else ()
+        return next((step for step, limit in limits if limit > LOOSE_LIMIT), None)
 
     @property
     def level_text(self) -> str | None:

@@ -317,6 +317,19 @@ class TestTrajectory:
         assert failed(found) == ["loss trajectory"]
         assert found.reasons[0] == golden
 
+    def test_a_step_with_a_limit_that_excuses_anything_was_not_compared(
+        self, make_spec: Builder, make_record: Builder, make_reference: Builder
+    ) -> None:
+        """References that differ only in rounding disagree by 30 % from step 4 on: training is unstable."""
+        run = make_record(make_spec(precision="bf16"))
+        reference = make_reference(run.spec, variants=(0.0, 0.0))
+        unstable = tuple(
+            dataclasses.replace(s, loss=s.loss * 1.3) if s.variant and s.step >= 4 else s for s in reference.steps
+        )
+        found = certify(run, dataclasses.replace(reference, steps=unstable), [])
+        assert (found.valid, found.compared_steps, found.unstable_from) == (True, 4, 4)
+        assert certify(run, reference, []).unstable_from is None
+
     def test_fp32_tolerance_grows_with_a_reseeded_reference(self, good: RunRecord, make_reference: Builder) -> None:
         drifting = make_reference(good.spec, variants=(0.0, 0.003))
         assert certify(self.spoil(good, loss=1.0059, grad_norm=1.0059), drifting, []).valid

@@ -15,7 +15,6 @@ from paceline.analysis.training.certificate.arithmetic import products, recomput
 from paceline.analysis.training.certificate.observed import (
     LOSS,
     NORM,
-    QUANTITIES,
     Observed,
     Standard,
     observe,
@@ -37,7 +36,7 @@ from paceline.analysis.training.certificate.traffic import (
     wire_dtype,
 )
 from paceline.analysis.training.certificate.trajectory import (
-    compared_deviations,
+    compared_steps,
     finite_loss,
     loss_curve,
     norms_agree,
@@ -104,7 +103,7 @@ def _judge(run: Observed, standard: Standard) -> Certificate:
         reference=standard.reference.run if standard.reference else None,
         checks=tuple(checks),
         steps=len(run.steps),
-        compared_steps=len(compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)),
+        compared_steps=compared_steps(run, standard),
         loss=loss_curve(run, standard),
     )
 

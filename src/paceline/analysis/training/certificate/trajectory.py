@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.analysis.findings import Check
-from paceline.analysis.findings.training import LossCurve
+from paceline.analysis.findings.training import LOOSE_LIMIT, LossCurve
 from paceline.analysis.training.certificate.observed import (
     LOSS,
     NORM,
@@ -153,6 +153,13 @@ def _limits(
     if compute == "fp32" or SPREAD_FACTOR * so_far < LEAST_TOLERANCE:
         return limits, f"at least {LEAST_TOLERANCE:g}, or {origin}"
     return limits, f"{origin}, {so_far:.2g} at the last step"
+
+
+def compared_steps(run: Observed, standard: Standard) -> int:
+    """How many steps had a loss to compare with, and a limit that tells a mistake from rounding."""
+    deviations = compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)
+    limits = _limits(standard, run, LOSS, deviations)[0] if deviations else {}
+    return sum(limits[step] <= LOOSE_LIMIT for step in deviations)
 
 
 def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
