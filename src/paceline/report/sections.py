@@ -67,11 +67,15 @@ class Section:
         return not (self.tables or self.text or self.charts or self.details or self.bullets)
 
 
+# Heading of what is listed, if nothing is ranked -> title of the section.
+_LISTS = {"cell of the design": "Cells of the design", "precision": "Each precision"}
+
+
 def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]:
     """Every section with content; drawn are the charts of the report."""
     drawn = tuple(drawn)
     trains, ranked = table.trains(report), groups(report)
-    is_design = bool(ranked) and all(group.is_listed for group in ranked)
+    listed = {group.heading if group.is_listed else "" for group in ranked}
     lists = (("Health notes", table.health(report)), ("Directories that could not be read", report.skipped))
     found = (
         Section(
@@ -91,7 +95,7 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
         ),
         Section(
             name="ranking",
-            title="Cells of the design" if is_design else "Ranking",
+            title=_LISTS.get("".join(listed), "Ranking"),
             tables=table.ranking(report),
             text=NOTHING_RANKED if trains and not ranked else "",
             note=table.common(report) if trains else "",

@@ -32,6 +32,7 @@ SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
 DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
+PRECISIONS = "another precision is other work, so these cells are listed, not ranked"
 
 Verdicts = Mapping[tuple[str, str], Comparison]
 
@@ -67,7 +68,7 @@ class Group:
     @property
     def is_listed(self) -> bool:
         """Whether its cells did different work, so that they are listed and not ranked."""
-        return DESIGNED in self.notes
+        return DESIGNED in self.notes or PRECISIONS in self.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,13 @@ def groups(report: Report) -> tuple[Group, ...]:
     for outcome in report.effects:
         alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in outcome.names]
         if len(alone) > 1:
-            found = [*(g for g in found if g not in alone), _designed(outcome.names, alone)]
+            listed = _listed(outcome.names, alone, DESIGNED, "cell of the design")
+            found = [*(g for g in found if g not in alone), listed]
+    by_precision = {run for tradeoff in report.tradeoffs if tradeoff.axis == "precision" for run in tradeoff.runs}
+    alone = [g for g in found if len(g.rows) == 1 and by_precision.issuperset(g.rows[0].runs)]
+    if len(alone) > 1:
+        listed = _listed(_differences(alone), alone, PRECISIONS, "precision")
+        found = [*(g for g in found if g not in alone), listed]
 
     def order(group: Group) -> tuple[int, int, str]:
         size = group.axes.get("world_size")
@@ -220,8 +227,21 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
     return Group(title, axes, rows, _notes(context, rows), warnings, heading, context.levels)
 
 
-def _designed(names: Mapping[str, str], alone: list[Group]) -> Group:
-    """Cells of one design that are alone in their groups, as one group: listed by throughput, never ranked."""
+def _differences(alone: list[Group]) -> dict[str, str]:
+    """What distinguishes these cells, by cell: `bf16, seed 42`."""
+    everything = [{"strategy": g.rows[0].label, **g.axes} for g in alone]
+    differing = [name for name in distinguishing_axes(everything) if len({repr(a.get(name)) for a in everything}) > 1]
+    names = sorted(differing, key=lambda name: name != "precision")
+
+    def words(axes: Mapping[str, Scalar]) -> str:
+        plain = ("precision", "strategy")
+        return ", ".join(str(axes[name]) if name in plain else axis_text(name, axes) for name in names)
+
+    return {g.rows[0].cell: words(axes) for g, axes in zip(alone, everything, strict=True)}
+
+
+def _listed(names: Mapping[str, str], alone: list[Group], why: str, heading: str) -> Group:
+    """Cells that are alone in their groups, as one group: listed by throughput, never ranked."""
     alone = sorted(alone, key=lambda g: -(g.rows[0].measurements[THROUGHPUT].value or 0.0))
     rows = tuple(dataclasses.replace(g.rows[0], label=names[g.rows[0].cell]) for g in alone)
     axes = {k: v for k, v in alone[0].axes.items() if all(g.axes.get(k) == v for g in alone)}
@@ -238,7 +258,7 @@ def _designed(names: Mapping[str, str], alone: list[Group]) -> Group:
         start = f"all but {'; '.join(rest)}: " if len(rest) < len(who) - 1 else f"{'; '.join(who)}: "
         notes.append(f"{start if rest else ''}{note}")
     warnings = tuple(w for w in alone[0].warnings if all(w in g.warnings for g in alone))
-    return Group(title, axes, rows, (DESIGNED, *notes), warnings, heading="cell of the design")
+    return Group(title, axes, rows, (why, *notes), warnings, heading=heading)
 
 
 def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from paceline.analysis.statistics.intervals import Ratio
 from paceline.experiment.choices import Choice
 from paceline.report.charts.tradeoffs import loss, speed_by_rate
 from paceline.report.tables import tradeoffs as tables
+from paceline.report.text.cells import groups
 from paceline.results.records import RunRecord
 
 SIGNS = "compressed:method=signsgd"
@@ -74,6 +75,10 @@ def test_another_precision_is_compared_by_speed_together_with_loss() -> None:
     (table,) = tables.tables(report)
     assert table.columns[0].heading == "precision"
     assert "float8: 1.25 times as fast as bf16" in tables.headline(report)
+    (listed,) = groups(report)
+    assert listed.is_listed
+    assert sorted(row.label for row in listed.rows) == [f"{p}, seed {n}" for p in ("bf16", "float8") for n in (1, 2, 3)]
+    assert {row.rank for row in listed.rows} == {None}, "another precision is other work"
 
 
 @pytest.mark.parametrize(
