@@ -98,7 +98,7 @@ def kept(load: Served) -> Kept:
     """By early stopping if there are enough requests; otherwise by the share that was late."""
     if not load.has_limits:
         return Kept(None, "no limits were set")
-    late, count = measurements.late_of(load), len(load.requests)
+    late, count = load.late, len(load.requests)
     allowed = early_stopping.late_allowed(count, PERCENTILE)
     if allowed is not None:
         return Kept(late <= allowed, f"{late} of {count} requests were late or failed, {allowed} allowed", True)

@@ -162,7 +162,12 @@ class Served:
         stage = self.stretches[0].stage
         return stage.scenario if stage else self.serving.scenario
 
-    @property
+    @cached_property
+    def late(self) -> int:
+        """How many requests failed or exceeded a limit."""
+        return sum(not in_time(request, self.limits) for request in self.requests)
+
+    @cached_property
     def limits(self) -> dict[str, float | None]:
         """The requested limits; the first estimate of a search has none."""
         limits = self.serving.limits

@@ -242,17 +242,12 @@ def rule_problems(served: Served) -> list[str]:
         return []
     count = len(served.requests)
     # Requests that the client could not send are its own problem, not late answers of the server.
-    late = late_of(served) - sum(map(is_lacking, served.requests))
+    late = served.late - sum(map(is_lacking, served.requests))
     allowed = early_stopping.late_allowed(count, PERCENTILE)
     if allowed is None:
         least = early_stopping.requests_needed(0, PERCENTILE)
         return [f"{count} requests are too few for the 99th percentile: at least {least} are needed"]
     return [f"{late} of {count} requests were late or failed; {allowed} allowed"] if late > allowed else []
-
-
-def late_of(served: Served) -> int:
-    """Requests that failed or exceeded a limit."""
-    return sum(not in_time(request, served.limits) for request in served.requests)
 
 
 def duration_problems(served: Served) -> list[str]:

@@ -125,7 +125,7 @@ def _counts_and_limits(served: Served) -> Iterator[Rule]:
         least = early_stopping.requests_needed(STREAM_LATE, STREAM_PERCENTILE)
         yield _rule("requests for p90", f"{least}", f"{count:,}", count >= least)
     elif served.has_limits:
-        late = measured.late_of(served)
+        late = served.late
         needed = early_stopping.requests_needed(late, PERCENTILE)
         yield _rule("requests n(t) for p99", f"{needed:,} with {late:,} late", f"{count:,}", count >= needed)
     if served.scenario in LIMITS:

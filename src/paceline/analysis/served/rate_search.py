@@ -55,7 +55,7 @@ class _Launch(NamedTuple):
 
 
 def outcome_of(served: Served) -> Verdict:
-    return early_stopping.verdict_of(len(served.requests), measured.late_of(served), PERCENTILE)
+    return early_stopping.verdict_of(len(served.requests), served.late, PERCENTILE)
 
 
 def max_rate(loads: Sequence[Served]) -> Measurement | None:
@@ -134,7 +134,7 @@ def _rates(loads: Sequence[Served]) -> str:
 
 
 def _counts(served: Served) -> str:
-    return f"{len(served.requests):,} requests, {measured.late_of(served):,} late"
+    return f"{len(served.requests):,} requests, {served.late:,} late"
 
 
 def bracket(rate: Measurement | None) -> Bracket | None:

@@ -104,7 +104,7 @@ def verdict_of(
         reasons=reasons,
         requests=count,
         failed=count - len(served.answered),
-        late=measured.late_of(served) if served.has_limits else None,
+        late=served.late if served.has_limits else None,
         allowed=early_stopping.late_allowed(count, PERCENTILE) if served.has_limits else None,
         runs=served.runs,
         label=label,
