@@ -5,6 +5,7 @@ What goes wrong is tried with ranks that need no torch. Whatever happened, nothi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -88,7 +89,10 @@ class Field:
 
     def leftovers(self) -> list[str]:
         """Processes on the hosts, folders in their scratch."""
-        found = [" ".join(p.cmdline()) for address in sshd.ADDRESSES for p in self.hosts.processes(address)]
+        found = []
+        for process in (p for address in sshd.ADDRESSES for p in self.hosts.processes(address)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended while we look, or a zombie
+                found.append(" ".join(process.cmdline()))
         return found + [path.name for path in self.hosts.folder.glob("paceline-*")]
 
 
