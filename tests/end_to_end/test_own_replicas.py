@@ -134,7 +134,7 @@ def test_a_replica_over_two_nodes_answers_as_a_plain_loop_does(
     chosen, spread = Choice.parse(f"{name}:tensor_parallel=2,nodes=2,max_batch=3"), load("engines", name)
     spec = make_spec(None, 1, nodes=2, workload="inference", model=str(directory), engine=chosen)
     assert spread.check(spec) is None
-    ranks = SpreadRanks(spec, spread, limit_s=120.0)
+    ranks, before = SpreadRanks(spec, spread, limit_s=120.0), {child.pid for child in psutil.Process().children()}
     with ranks.living(monkeypatch):
         assert not ranks.errors
         (endpoint,), none = ranks.served[0], ranks.served[1]
@@ -144,13 +144,13 @@ def test_a_replica_over_two_nodes_answers_as_a_plain_loop_does(
             answers = list(pool.map(lambda prompt: ask(endpoint, prompt=prompt), prompts))
         assert [answer["choices"][0]["text"] for answer in answers] == [reference(prompt, 12) for prompt in prompts]
         assert (endpoint.facts["devices"], endpoint.facts["settings"]["nodes"]) == (2, 2)
-        fronts = [child for child in psutil.Process().children() if child.cmdline()[-1] == "front"]
+        fronts = [child for child in psutil.Process().children() if child.pid not in before]
         assert [len(front.children()) for front in fronts] == [1, 1], "a model process on each node"
         (other,) = [front for front in fronts if not front.net_connections("tcp")]
         other.children()[0].kill()
         with pytest.raises((OSError, http.client.HTTPException)):
             ask(endpoint, prompt=[5, 6, 7])
-        wait_for_the_end_of_others({child.pid for child in psutil.Process().children()} - {f.pid for f in fronts})
+        wait_for_the_end_of_others(before)
     assert list(ranks.errors) == [0]
     assert "the replica ended during the load" in str(ranks.errors[0])
     assert not [front for front in fronts if front.is_running()]
