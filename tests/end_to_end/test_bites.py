@@ -26,7 +26,7 @@ IDS = [f"{strategy}-{workload}" for strategy, workload, *_ in CHEATS]
 @pytest.fixture(scope="module")
 def cheated(campaign: Callable[..., Any]) -> Any:
     matrix = [{"strategy": [strategy], "workload": [workload]} for strategy, workload, *_ in CHEATS]
-    return campaign("cheats", matrix, micro_batch=2)
+    return campaign("cheats", matrix, profiled=False, micro_batch=2)
 
 
 @pytest.mark.parametrize(("strategy", "workload", "check", "seen"), CHEATS, ids=IDS)

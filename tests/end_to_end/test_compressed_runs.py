@@ -21,7 +21,9 @@ METHODS = ("fp16", "powersgd,rank=1", "signsgd", f"diloco,every={EVERY}")
 @pytest.fixture(scope="module")
 def traded(campaign: Callable[..., Any], smaller: dict[str, Any]) -> Any:
     strategies = ["ddp", *(f"compressed:method={method}" for method in METHODS)]
-    return campaign("traded", {"strategy": strategies}, formats=("json", "markdown"), **smaller | {"steps": 9})
+    return campaign(
+        "traded", {"strategy": strategies}, formats=("json", "markdown"), profiled=False, **smaller | {"steps": 9}
+    )
 
 
 def sent(record: RunRecord) -> dict[str, float]:

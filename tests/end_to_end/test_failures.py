@@ -38,7 +38,7 @@ def troubled(campaign: Callable[..., Any]) -> Any:
         {"strategy": [f"faulty.trouble:how={how}"], "launcher": [launcher], **{key: [s] for key, s in limits.items()}}
         for how, launcher, limits in cells
     ]
-    return campaign("troubles", matrix, global_batch=4, micro_batch=2)
+    return campaign("troubles", matrix, profiled=False, global_batch=4, micro_batch=2)
 
 
 @pytest.mark.parametrize(("how", "launcher"), CASES)

@@ -31,6 +31,7 @@ def tuned(campaign: Callable[..., Any]) -> Any:
         "tuned",
         {"strategy": list(STRATEGIES)},
         formats=("json",),
+        profiled=False,
         workload="finetune",
         model=MODEL,
         method="qlora",

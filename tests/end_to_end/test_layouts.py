@@ -92,7 +92,7 @@ MIXED = (*(("mesh:ep=2,shard=4",) if EXHAUSTIVE else ()), "mesh:pp=2,ep=2")
 @pytest.fixture(scope="module")
 def mixtures(campaign: Callable[..., Any]) -> Any:
     matrix = [{"strategy": list(MIXED), "processes": [4]}]
-    return campaign("mixtures", matrix, model="tiny-moe:hidden=32", micro_batch=2, steps=STEPS)
+    return campaign("mixtures", matrix, profiled=False, model="tiny-moe:hidden=32", micro_batch=2, steps=STEPS)
 
 
 def test_experts_on_other_ranks_are_certified_with_every_choice(mixtures: Any) -> None:

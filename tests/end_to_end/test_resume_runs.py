@@ -34,6 +34,7 @@ def killed(campaign: Callable[..., Any], smaller: dict[str, Any]) -> Any:
         [{"strategy": list(STRATEGIES), "checkpoint_every": [None, EVERY]}, background],
         {"MORTAL_AT": f"1:{KILLED_AT}"},
         formats=("json", "markdown"),
+        profiled=False,
         **smaller | {"steps": STEPS, "max_restarts": 1},
     )
 

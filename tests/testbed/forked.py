@@ -119,11 +119,20 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
     hosts = os.environ.get("FORKED_HOSTS", "").split()
 
     def prepare_rank(rank: int) -> None:
+        if "FORKED_UNPROFILED" in os.environ:
+            profile_nothing()
         on_host(hosts, rank) if hosts else mortal.arm(rank, run_dir)
         if rank == 0 and "FORKED_REHEARSALS" in os.environ:
             fork_rehearsals()
 
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
+
+
+def profile_nothing() -> None:
+    """Profiles say nothing about equal work."""
+    from paceline.workloads import pretrain
+
+    pretrain.profile_steps = pretrain.profile_dimensions = lambda *_: None
 
 
 def fork_rehearsals() -> None:
@@ -137,16 +146,16 @@ def fork_rehearsals() -> None:
 
 
 def run_many(folders: list[Path]) -> NoReturn:
-    """Run these folders one after another in this rank, without profiles, which say nothing about equal work.
+    """Run these folders one after another in this rank, without profiles.
 
     Every run has a process group of its own, and its own part of the store in which its ranks meet.
     """
     import torch
     import torch.distributed as dist
 
-    from paceline.workloads import pretrain, worker
+    from paceline.workloads import worker
 
-    pretrain.profile_steps = pretrain.profile_dimensions = lambda *_: None
+    profile_nothing()
     worker.probe = functools.cache(worker.probe)
     init, rank, world_size = dist.init_process_group, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
