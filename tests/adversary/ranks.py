@@ -28,6 +28,7 @@ def run_all(out: Path, folders: Sequence[Path], environment: Mapping[str, str]) 
     if spec.topology.device == "cuda":
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={spec.topology.world_size}"]
         command = [sys.executable, "-m", *torchrun, "-m", __name__, str(listing)]
+        env["PYTHONFAULTHANDLER"] = "1"  # the log says where a rank crashed
     with listing.with_suffix(".log").open("w") as log:
         subprocess.run(command, env=env, stdout=log, stderr=log, check=False)
     records = []

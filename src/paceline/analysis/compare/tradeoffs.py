@@ -53,7 +53,11 @@ LOSS_WORDS = {BETTER: "lower", WORSE: "higher", EQUAL: "equal", INCONCLUSIVE: "i
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Loss of each step of one run, and the tokens and seconds up to its end."""
+    """Loss of each step of one run, and the tokens and seconds up to its end.
+
+    A step of the warm-up counts as long as the median measured one: else the compiler's time, which a long training
+    hardly notices, would decide a comparison of short ones.
+    """
 
     tokens: Array
     seconds: Array
@@ -63,7 +67,9 @@ class Curve:
     def of(cls, window: Window) -> Curve:
         table = step_table(window.record)
         losses = [*map(global_loss, table.by_step("loss"), learned_tokens(table))]
-        slowest = [max(each) for each in table.by_step("duration_s")]
+        usual, measured = float(np.median(window.seconds)), {*window.measured}
+        durations = zip(table.steps, table.by_step("duration_s"), strict=True)
+        slowest = [max(each) if step in measured else usual for step, each in durations]
         tokens = [sum(each) for each in table.by_step("tokens")]
         return cls(np.cumsum(tokens), np.cumsum(slowest), np.array(losses))
 

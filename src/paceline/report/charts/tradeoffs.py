@@ -50,7 +50,11 @@ def speed_by_rate(report: Report) -> Iterator[Chart]:
 
 def loss(report: Report) -> Iterator[Chart]:
     """The loss of the first seed, against tokens and against seconds; a panel for each setting."""
-    for name, over, unit in (("tokens", "tokens", "tokens"), ("seconds", "seconds of training", "s")):
+    warm_up = " Steps of the warm-up count as long as the others, so compiling is left out."
+    for name, over, unit, without in (
+        ("tokens", "tokens", "tokens", ""),
+        ("seconds", "seconds of training", "s", warm_up),
+    ):
         # Rows of a panel share their baseline, which is drawn once.
         drawn: dict[tuple[str, str], tuple[Tradeoff, LossTrace]] = {}
         for panel, row in _panels(report):
@@ -60,7 +64,7 @@ def loss(report: Report) -> Iterator[Chart]:
         yield Chart(
             name=f"loss_by_{name}",
             title=f"Loss against {over}",
-            subtitle="Training loss of the first seed; all see the same data in the same order.",
+            subtitle=f"Training loss of the first seed; all see the same data in the same order.{without}",
             kind=LINES,
             x=Axis(label=over, unit=unit, ticks="round"),
             y=Axis(label="loss, nat", unit="nat", zero=False),

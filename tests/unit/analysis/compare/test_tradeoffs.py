@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -113,6 +114,21 @@ def test_rates_of_an_emulated_network_show_where_it_pays() -> None:
     assert [table.title for table in tables.tables(report)] == ["Compared with ddp", "Where it begins to pay"]
     (chart,) = speed_by_rate(report)
     assert [(point.x, round(point.y, 1)) for point in chart.points] == [(100.0, 2.0), (1000.0, 0.7)]
+
+
+def test_compiling_does_not_count_as_time_of_training() -> None:
+    runs = [r for seed in (1, 2, 3) for r in in_precision("bf16", seed, 1.0)]
+    faster = [r for seed in (1, 2, 3) for r in in_precision("float8", seed, 0.5)]
+    compiled = [
+        dataclasses.replace(
+            record, steps=tuple(dataclasses.replace(s, duration_s=60.0) if s.step == 0 else s for s in record.steps)
+        )
+        for record in faster
+    ]
+    (plain,), (after_compiling,) = (build([*runs, *own], "test").tradeoffs for own in (faster, compiled))
+    assert plain.loss_in_time is not None
+    assert plain.loss_in_time.value < 0.99, "30 steps of 0.5 s, where bf16 did 15"
+    assert after_compiling.loss_in_time == plain.loss_in_time
 
 
 def test_the_baseline_of_several_rows_is_drawn_once() -> None:
