@@ -44,6 +44,8 @@ TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first: workers take files in this order, and short ones at the end let them end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not EXHAUSTIVE:
         for item in items:
             if item.get_closest_marker("exhaustive"):

@@ -23,6 +23,8 @@ from paceline.campaign.schedule import tables as present
 from paceline.campaign.schedule.cron import Cron
 from paceline.errors import RequestError
 
+pytestmark = pytest.mark.slow
+
 STAND_IN = """
 import json, os, pathlib, sys, time
 verb, *rest = sys.argv[1:]

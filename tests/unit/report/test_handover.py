@@ -20,6 +20,8 @@ from paceline.experiment import recipe
 from paceline.report.handover import Winner, files_for, winner_of
 from paceline.training.strategies import _optimizers
 
+pytestmark = pytest.mark.slow
+
 
 def winner(strategy: str = "zero:stage=2", **more: Any) -> Winner:
     fields = recipe.fields(build_spec(strategy, 2, precision="bf16", clip_norm=0.5, **more))

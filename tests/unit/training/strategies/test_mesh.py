@@ -17,6 +17,8 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.spec import RunSpec
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tiny:layers=4,hidden=32,heads=2,vocab=63"
 TWO_RANKS = (
     *(f"mesh:pp=2,schedule={name}" for name in ("gpipe", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble")),

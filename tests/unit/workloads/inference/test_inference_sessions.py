@@ -39,6 +39,8 @@ from paceline.workloads import inference
 from paceline.workloads.inference import loads
 from paceline.workloads.inference.session import Heartbeat, idle_s, paced_of, progress_text
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
 

@@ -22,6 +22,8 @@ pytest.importorskip("torch")
 from paceline.workloads import memory
 from paceline.workloads.memory.rehearsal import Answer, Question, rehearse
 
+pytestmark = pytest.mark.slow
+
 # One layer: rehearsing takes its time for every operator.
 MODEL = "tiny:layers=1"
 SHAPE = arithmetic.load(Choice.parse(MODEL))

@@ -23,6 +23,8 @@ from paceline.results.records import Outcome, RunRecord, Status, StepSample
 from paceline.workloads import worker
 from paceline.workloads.script import process
 
+pytestmark = pytest.mark.slow
+
 # A loop as people write it: two micro batches a step, a schedule, clipping, evaluation between steps, a saved model.
 TRAIN = """
 import copy, importlib.util, io, os, sys

@@ -10,6 +10,8 @@ from script_records import observe_code, record_of
 from paceline.analysis.findings import CERTIFIED, Certificate
 from paceline.analysis.training.certificate import certify_all
 
+pytestmark = pytest.mark.slow
+
 MISTAKES = (
     *("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group"),
     *("other data", "other rate", "rate of one step", "fewer updates", "other seed", "fewer layers", "other optimizer"),

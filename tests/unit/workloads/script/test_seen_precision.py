@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from script_records import observe_code
 
 from paceline.workloads.script.process import read_facts
+
+pytestmark = pytest.mark.slow
 
 # Rank 0 has an inner module, as most models; rank 1 has none, as a compiled model that hooks cannot see into.
 TRAIN = """
