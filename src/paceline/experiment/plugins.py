@@ -66,6 +66,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
     "strategies": {
         "preload": ("device",),
         "sharded_parts": ("options",),
+        "offloads": ("options",),
         "wire_bytes": ("traffic",),
         "reductions_per_step": ("options", "accumulation"),
         "approximation": ("options",),

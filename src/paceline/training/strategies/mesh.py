@@ -231,6 +231,10 @@ def sharded_parts(options: Mapping[str, Any]) -> int | None:
     return None
 
 
+def offloads(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("offload"))
+
+
 def reductions_per_step(options: Mapping[str, Any], accumulation: int) -> int:
     return accumulation if options.get("sync_every_micro_batch", False) is True else 1
 

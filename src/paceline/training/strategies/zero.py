@@ -129,6 +129,10 @@ def sharded_parts(options: Mapping[str, Any]) -> int | None:
     return stage if stage in (1, 2, 3) else None
 
 
+def offloads(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("offload"))
+
+
 def reductions_per_step(options: Mapping[str, Any], accumulation: int) -> int:
     return accumulation if options.get("stage", 1) in (2, 3) else 1
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import paceline.training.decoder
 from paceline.contract import Seat, Trainer
+from paceline.errors import UnsupportedError
 from paceline.experiment.layout import declared_layout, layout_of
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
@@ -69,8 +70,17 @@ class Answer:
 
 
 def rehearse(question: Question) -> Answer:
-    """Predict the memory of the process with the highest peak; must be called in a fresh process."""
-    ranks = unlike_ranks(question.spec)
+    """Predict the memory of the process with the highest peak; must be called in a fresh process.
+
+    UnsupportedError if part of it would be in host memory: on fake tensors, all memory is of one device.
+    """
+    spec = question.spec
+    assert spec.strategy is not None
+    plugin = load("strategies", spec.strategy.name)
+    offloads = hasattr(plugin, "offloads") and plugin.offloads(spec.strategy.options)
+    if offloads and spec.topology.device == "cuda":
+        raise UnsupportedError("memory is not predicted where weights or optimizer state are offloaded")
+    ranks = unlike_ranks(spec)
     if len(ranks) == 1:
         return _rehearse(question, ranks[0])
     # Each in a process of its own: torch keeps what it derived for the tensors of one rank.

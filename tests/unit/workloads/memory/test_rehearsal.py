@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from testbed import EXHAUSTIVE
 
+from paceline.errors import UnsupportedError
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training
 from paceline.models import arithmetic
@@ -109,6 +110,12 @@ def test_state_is_exact(answers: dict[str, Answer], name: str, parameters: int, 
     assert found["optimizer"] == optimizer + 4 * TENSORS
     assert found["gradients"] is not None
     assert gradients <= found["gradients"] <= gradients + 64  # and the loss
+
+
+@pytest.mark.parametrize("strategy", ["zero:stage=3,offload=cpu", "mesh:shard=2,offload=true"])
+def test_what_is_offloaded_is_not_predicted_as_memory_of_the_gpu(strategy: str) -> None:
+    with pytest.raises(UnsupportedError, match="offloaded"):
+        rehearse(Question(spec(strategy, 2, device="cuda"), 0))
 
 
 def test_layouts_split_what_they_say(answers: dict[str, Answer]) -> None:
