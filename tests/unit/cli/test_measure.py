@@ -28,3 +28,18 @@ def test_measure_hands_over_every_option_that_run_has(tmp_path: Path, monkeypatc
     document = yaml.safe_load((tmp_path / "train.yaml").read_text())
     assert document["base"]["command"] == ["python", "train.py", "-v"]
     assert document["repeats"] == 2
+
+
+def test_a_plan_names_the_cells_of_a_script_by_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("own.yaml").write_text(
+        'name: own\nbase: {workload: script, command: [python, train.py, "{rate}"]}\nmatrix: {rate: [1, 2]}\n'
+    )
+    assert main(["plan", "own.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "train.py, rate 1" in printed
+    assert "train.py, rate 2" in printed
+    assert "reference, " not in printed
