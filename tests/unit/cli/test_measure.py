@@ -38,7 +38,7 @@ def test_a_plan_names_the_cells_of_a_script_by_its_parameters(
     Path("own.yaml").write_text(
         'name: own\nbase: {workload: script, command: [python, train.py, "{rate}"]}\nmatrix: {rate: [1, 2]}\n'
     )
-    assert main(["plan", "own.yaml"]) == 0
+    assert command.main(["plan", "own.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "train.py, rate 1" in printed
     assert "train.py, rate 2" in printed
