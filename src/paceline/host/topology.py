@@ -12,7 +12,7 @@ from paceline.host.files import text_of
 # Interfaces that connect this host only with itself.
 INTERNAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tunl", "ifb", "dummy")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_NIC_NAME = re.compile(r"^\s*(NIC\d+)\s*:\s*(\S+)\s*$", re.MULTILINE)
+_NIC_NAME = re.compile(r"^[ \t]*(NIC\d+)[ \t]*:[ \t]*(\S+)[ \t]*$", re.MULTILINE)
 _GPU_NAME = re.compile(r"GPU\d+")
 _NUMBER = re.compile(r"[0-9]{1,6}")
 _RATE = re.compile(r"[\d.]+(?= Gb/sec)")
@@ -67,7 +67,7 @@ def parse_matrix(text: str, visible: Sequence[int]) -> tuple[tuple[str, ...], di
     (('GPU0', 'GPU1'), {'GPU0': 'X NV18', 'GPU1': 'NV18 X'}, {'GPU0': 1, 'GPU1': 0})
     """
     text = _COLOUR.sub("", text)
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if line]
     headers = (line.partition("CPU Affinity") for line in lines)
     columns = next((before.split() for before, found, _ in headers if found and "GPU0" in before), [])
     # The driver separates cells by tabs, and some are empty; a copy may have spaces instead.
@@ -82,7 +82,7 @@ def parse_matrix(text: str, visible: Sequence[int]) -> tuple[tuple[str, ...], di
     names = dict(_NIC_NAME.findall(text))
     nics = [name for name in columns if not _GPU_NAME.fullmatch(name)]
     ours = {f"GPU{number}": name for number, name in enumerate(shown)}
-    order = [columns.index(name) for name in (*shown, *nics)]
+    order = [places[name] - 1 for name in (*shown, *nics)]
     paths = {gpu: " ".join(rows[name][column] for column in order) for gpu, name in ours.items()}
     # After the paths: CPUs, NUMA node, and in newer drivers the GPU's own NUMA node. Older ones list CPUs only.
     rest = {gpu: rows[name][len(columns) :] for gpu, name in ours.items()}

@@ -254,3 +254,12 @@ def test_one_line_about_a_host(root: Path) -> None:
 def test_a_numa_node_of_thousands_of_digits_is_unknown() -> None:
     text = f"GPU0 CPU Affinity\nGPU0 X 0-51 {'9' * 5000}"
     assert parse_matrix(text, (0,)) == (("GPU0",), {"GPU0": "X"}, {"GPU0": None})
+
+
+def test_a_matrix_with_a_million_empty_lines_is_read_in_linear_time() -> None:
+    """`nvidia-smi` may print 1 MiB, and a probe must end."""
+    devices, _, _ = parse_matrix(f"GPU0 CPU Affinity\nGPU0 X 0-51 0{chr(10) * 2**20}x", (0,))
+    assert devices == ("GPU0",)
+    columns = " ".join(f"NIC{i}" for i in range(100_000))
+    wide = f"GPU0 {columns} CPU Affinity\nGPU0 X {'SYS ' * 100_000}0-51 0\nNIC99999: mlx5_7"
+    assert parse_matrix(wide, (0,))[0][-1] == "mlx5_7"
