@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         if (advice := storage_advice(error)) is None:
             raise
-        print(f"paceline: {safe_text.text(advice)}", file=sys.stderr)
+        print(f"paceline: {safe_text.text(_shortened(advice))}", file=sys.stderr)
         return WRONG_REQUEST
     except PacelineError as error:
         # The message may quote the content of a file.

@@ -78,3 +78,13 @@ def test_aliases_of_ordinary_files_still_work() -> None:
 def test_a_plugin_name_longer_than_a_file_name_is_an_unknown_plugin(kind: str) -> None:
     with pytest.raises(RequestError, match="got 'aaaa"):
         plugins.load(kind, "a" * 300)
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "a" * 10**5], ["report", "a" * 10**5], ["plan", "quick", "--set", f"model=./{'a' * 10**5}"]]
+)
+def test_an_error_of_the_disk_does_not_repeat_a_giant_name(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert len(capsys.readouterr().err) < 2100
