@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from testbed import EXHAUSTIVE
 
-COUNTS = {"experiments": 80, "runs": 40, "streams": 250, "live": 40}
+COUNTS = {"experiments": 40, "runs": 20, "streams": 120, "live": 20}
 if EXHAUSTIVE:
-    COUNTS = {target: 10 * count for target, count in COUNTS.items()}
+    COUNTS = {target: 20 * count for target, count in COUNTS.items()}
 
 
 @pytest.mark.parametrize("target", COUNTS)

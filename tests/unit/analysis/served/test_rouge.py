@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 
 import pytest
 
 from paceline.analysis.served import rouge
 
-rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer", reason="pip install 'paceline[accuracy]'")
+pytestmark = pytest.mark.skipif(find_spec("rouge_score") is None, reason="pip install 'paceline[accuracy]'")
 TYPES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 
 
@@ -29,6 +30,8 @@ def test_equal_texts_and_nothing() -> None:
 
 
 def test_the_same_as_the_package_to_the_last_digit() -> None:
+    from rouge_score import rouge_scorer
+
     draw = random.Random(7)
     words = [
         "".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) + draw.choice(("", "ing", "ed", "s", "ation"))

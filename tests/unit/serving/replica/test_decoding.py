@@ -15,7 +15,6 @@ from paceline.errors import UnsupportedError
 from paceline.serving.replica import decoding as decoding_module
 from paceline.serving.replica import weights
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
-from paceline.serving.replica.model import device_of
 from paceline.serving.replica.settings import Settings
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
@@ -185,6 +184,8 @@ def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    from paceline.serving.replica.model import device_of
+
     with pytest.raises(UnsupportedError, match="the replica needs GPU 97, but this host shows"):
         device_of(replace(LLAMA, device="cuda", first_device=96, tensor_parallel=2), 1)
     with pytest.raises(UnsupportedError, match="the replica needs GPU 97, but this host shows"):

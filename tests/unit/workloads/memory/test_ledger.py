@@ -8,8 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
-
 from paceline.workloads.memory.ledger import Ledger  # noqa: E402
 
 KIB = 1024
@@ -71,6 +69,8 @@ def test_blocks_are_whole() -> None:
 
 def test_shadows_that_dtensor_derives_shapes_on_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, unsharded tensors of all parameters, anew at each step on torch 2.11: no memory stands behind them."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
     name = "_propagate_tensor_meta_non_cached"
     monkeypatch.setattr(ShardingPropagator, name, lambda *_: torch.zeros(256))
     with Ledger().counting() as ledger:
