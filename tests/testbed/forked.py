@@ -90,6 +90,8 @@ def run_command(request: Mapping[str, Any], _: socket.socket) -> int:
     from paceline import cli
     from paceline.launchers import _job
 
+    # One that a test no longer waits for ends with the tests.
+    end_with_parent(signal.SIGTERM)
     _job.RUNNER = os.environ.get("FORKED_RUNNER")
     time.tzset()
     sys.argv = ["paceline", *request["arguments"]]
