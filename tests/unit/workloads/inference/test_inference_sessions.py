@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import signal
@@ -71,6 +72,12 @@ class Notebook:
     @property
     def requests(self) -> list[RequestSample]:
         return self.of(RequestSample)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Else each forked process looks through all that other tests imported, and so copies it."""
+    gc.freeze()
 
 
 @pytest.fixture
