@@ -36,13 +36,12 @@ def product_evidence(record: RunRecord) -> Iterator[Found]:
     """
     tests = Counter(sample.rank for sample in record.products)
     for rank, samples in grouped((s for s in record.products if s.wrong), lambda s: s.rank).items():
-        first, (m, n, k) = samples[0], samples[0].sides
+        first = samples[0]
         count = f"{first.wrong} element{'s' if first.wrong > 1 else ''}"
-        where = f"row {first.place[0]}, column {first.place[1]}" if first.place else "an unknown position"
+        sides = " x ".join(map(str, first.sides))
         text = (
-            f"a {first.dtype} product of {m} x {n} x {k} with a known result is wrong on rank {rank} in {len(samples)} "
-            f"of {tests[rank]} tests: {count} in repeat {first.repeat}, the first at {where} is {first.found:g} "
-            f"instead of {first.expected:g}{_flipped(first)}"
+            f"a {first.dtype} product of {sides} with a known result is wrong on rank {rank} in {len(samples)} of "
+            f"{tests[rank]} tests: {count} in repeat {first.repeat}, the first {_first_wrong(first)}"
         )
         yield rank, _evidence("wrong result", FAIL, text, DIAGNOSE)
     for s in record.kernels:
@@ -52,13 +51,25 @@ def product_evidence(record: RunRecord) -> Iterator[Found]:
             yield s.rank, _evidence("wrong result", FAIL, text, DIAGNOSE)
 
 
-def _flipped(sample: ProductSample) -> str:
-    """Which bits of the stored number differ, counted from the lowest; empty if the values are unknown."""
+def _first_wrong(sample: ProductSample) -> str:
+    """Where the first wrong element is, and what it is. A defective node may have recorded less than that."""
+    where = "at an unknown position"
+    if sample.place is not None and len(sample.place) == 2:
+        where = "at row {}, column {}".format(*sample.place)
     if sample.found is None or sample.expected is None:
+        return f"{where} is unknown"
+    bits = _flipped(sample.dtype, sample.found, sample.expected)
+    return f"{where} is {sample.found:g} instead of {sample.expected:g}{bits}"
+
+
+def _flipped(dtype: str, *numbers: float) -> str:
+    """Which bits of two stored numbers differ, counted from the lowest; empty if they are not of that dtype."""
+    value, word = _FORMATS.get(dtype, _FORMATS["fp32"])
+    shift = 16 if dtype == "bf16" else 0
+    try:
+        found, expected = (struct.unpack(word, struct.pack(value, number))[0] for number in numbers)
+    except (OverflowError, struct.error):
         return ""
-    value, word = _FORMATS.get(sample.dtype, _FORMATS["fp32"])
-    shift = 16 if sample.dtype == "bf16" else 0
-    found, expected = (struct.unpack(word, struct.pack(value, x))[0] for x in (sample.found, sample.expected))
     differs = (found ^ expected) >> shift
     bits = [str(i) for i in range(differs.bit_length()) if differs >> i & 1]
     return f" (bit{'s' if len(bits) > 1 else ''} {', '.join(bits)} flipped)" if bits else ""

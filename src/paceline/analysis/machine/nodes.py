@@ -56,7 +56,9 @@ class Measure:
         known = [rank for rank in ranks if self.values.get(rank)]
         repeats = min((len(self.values[rank]) for rank in known), default=0)
         table = np.array([list(self.values[rank])[:repeats] for rank in known], dtype=np.float64)
-        return known, np.log(table) if self.logarithmic else table
+        # A defective node may have recorded no tokens, or a duration that no number can be divided by.
+        limits = np.finfo(np.float64)
+        return known, np.log(np.clip(table, limits.tiny, limits.max)) if self.logarithmic else table
 
     def relative(self, effect: float) -> float:
         return math.exp(effect) if self.logarithmic else effect

@@ -36,9 +36,10 @@ def record_lines(
         yield f"  trust: {light.level}{times}" + (f": {'; '.join(light.reasons)}" if light.reasons else "")
     yield "  requested: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
     for machine in record.machines:
-        gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
+        # A node may have recorded any part of them.
+        gpus = ", ".join(str(gpu.get("name")) for gpu in machine.get("gpus") or ()) or "no GPU"
+        versions = ", ".join(f"{name} {version}" for name, version in (machine.get("versions") or {}).items())
+        yield f"  on {machine.get('host')}: {machine.get('cpu')}, {gpus}; {versions}"
         if connected := links.summary(machine):
             yield f"    {connected}"
     # Once for all ranks: a run may have thousands.

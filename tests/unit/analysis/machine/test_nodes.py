@@ -19,6 +19,7 @@ from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.host import prices
 from paceline.report.tables import nodes as tables
+from paceline.report.tables.one_run import record_lines
 from paceline.results.machine_samples import HealthSample
 from paceline.results.records import RunRecord, Status
 
@@ -360,3 +361,27 @@ def test_z_holds_where_peers_spread() -> None:
     wide = np.array([[-0.1], [0.1], [0.0], [0.09], [-0.09], [-0.22]])
     verdicts = [s.verdict for s in among_peers(np.repeat(wide, 5, axis=1), Band(-0.05, 0.3))]
     assert verdicts == [SUSPECT, PASS, PASS, PASS, PASS, SUSPECT]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"place": None, "found": None, "expected": None},
+        {"place": (1,), "found": 1.0, "expected": None, "sides": (8,)},
+        {"place": (1, 2), "found": 1e300, "expected": 1.0, "dtype": "fp16", "sides": ()},
+        {"place": (1, 2, 3), "found": 10**60, "expected": float("nan"), "dtype": "fp8"},
+    ],
+)
+def test_a_wrong_product_with_any_other_values_fails_the_node(wrong: dict[str, Any]) -> None:
+    assert unsound(replaced(synthetic.healthy(3), 1, "products", wrong=1, **wrong)) == {"node-1": FAIL}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("tokens", "verdict"), [(0, {"node-1": FAIL}), (2**199, {})])
+def test_a_node_with_impossible_speeds_does_not_end_the_analysis(tokens: int, verdict: dict[str, str]) -> None:
+    assert unsound(replaced(synthetic.healthy(), 1, "steps", tokens=tokens)) == verdict
+
+
+def test_a_host_that_recorded_nothing_about_itself_is_shown() -> None:
+    record = synthetic.healthy(2, machines=({}, synthetic.machine(1)))
+    assert "  on None: None, no GPU; " in list(record_lines(record, None))
