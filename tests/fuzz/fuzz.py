@@ -191,6 +191,7 @@ class Runs:
         from paceline.campaign.run.controller import read_experiment
         from paceline.report.exporters import json as json_exporter
         from paceline.report.exporters import markdown
+        from paceline.report.tables.one_run import record_lines
 
         source = draw.choice(self._runs)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -212,6 +213,8 @@ class Runs:
         ids = {record.spec.run_id for record in self.neighbours}
         assert ids <= {run.run for run in report.runs}, "a neighbour is missing"
         json.dumps(json_exporter.plain(report), allow_nan=False)
+        for record in records:
+            list(record_lines(record, None))
         if draw.random() < 0.2:
             markdown.export(report, self.folder)
         return "damaged" if skipped else "read"
