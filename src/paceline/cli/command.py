@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import re
 import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__
 from paceline.cli.overview import CLOSING, DESCRIPTION, INTERRUPTED, OK, VERBS, WRONG_REQUEST
 from paceline.cli.verbs import Parser, discard_output, storage_advice
-from paceline.errors import PacelineError
+from paceline.errors import LONGEST_SHOWN, PacelineError
 from paceline.results import safe_text
 
 LONGEST_MESSAGE = 2000
@@ -49,7 +50,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _shortened(message: str) -> str:
-    """A message that repeats a huge value, without the middle of it."""
+    """A message that repeats a huge value, without most of it."""
+    message = re.sub(r"\S{400,}", lambda found: f"{found[0][:LONGEST_SHOWN]}... ({len(found[0])} characters)", message)
     if len(message) <= LONGEST_MESSAGE:
         return message
     half = LONGEST_MESSAGE // 2

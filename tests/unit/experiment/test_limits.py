@@ -88,3 +88,16 @@ def test_an_error_of_the_disk_does_not_repeat_a_giant_name(
 ) -> None:
     assert main(words) == 2
     assert len(capsys.readouterr().err) < 2100
+
+
+@pytest.mark.parametrize(
+    "words", [("list",), ("run", "quick", "--set"), ("predict", "--gpu", "h100", "--gpus", "8", "--model")]
+)
+def test_an_error_repeats_the_beginning_of_a_giant_word(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "b" * 3000
+    assert main([*words, f"strategy={value}" if "--set" in words else value]) == 2
+    sentence = capsys.readouterr().err
+    assert "b" * 150 in sentence
+    assert "b" * 250 not in sentence
