@@ -123,7 +123,9 @@ def build(
         explanations=scaling.explain(grown.points, cells, network.fits, sound),
         layouts=layouts.analyse(sound),
         compilations=compilation.analyse(everything),
-        tradeoffs=tradeoffs.analyse(cells),
+        tradeoffs=tradeoffs.analyse(
+            cells, {run for run, each in certificates.items() if each.unstable_from is not None}
+        ),
         routings=routing.analyse(sound),
         checkpoints=checkpoints.analyse(cells),
         memory=memory_found.rows,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline.analysis.compare.cells import key_without
 from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, LossTrace, Relative, Tradeoff
+from paceline.analysis.findings.tradeoffs import UNSTABLE
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import Array, Ratio
 from paceline.analysis.statistics.verdict import ONE_LAUNCH, verdict_of
@@ -48,7 +49,6 @@ MEANING: Mapping[str, str] = {
     "mxfp8": _SCALED.format("32 values"),
 }
 VERDICT_WORDS = {BETTER: "faster", WORSE: "slower", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
-LOSS_WORDS = {BETTER: "lower", WORSE: "higher", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ class Curve:
         return float(self.losses[done - tail : done].mean()) if done >= tail else None
 
 
-def analyse(cells: Sequence[Cell]) -> tuple[Tradeoff, ...]:
+def analyse(cells: Sequence[Cell], unstable: Collection[str] = ()) -> tuple[Tradeoff, ...]:
     """One row per strategy that declares other arithmetic, for each setting in which an exact one ran too, and one per
-    precision, for each setting in which several ran."""
+    precision, for each setting in which several ran. unstable: runs whose loss depends on rounding."""
     trained = [cell for cell in cells if not cell.spec.script]
-    return (*_strategies(trained), *_precisions(trained))
+    return (*_strategies(trained, unstable), *_precisions(trained, unstable))
 
 
-def _strategies(trained: Sequence[Cell]) -> list[Tradeoff]:
+def _strategies(trained: Sequence[Cell], unstable: Collection[str]) -> list[Tradeoff]:
     found: list[Tradeoff] = []
     for members in grouped(trained, _setting).values():
         by_strategy = grouped(members, lambda cell: str(cell.spec.strategy))
@@ -95,12 +95,13 @@ def _strategies(trained: Sequence[Cell]) -> list[Tradeoff]:
         others = {name: own for name, own in by_strategy.items() if name not in exact}
         if exact and others:
             baseline = "ddp" if "ddp" in exact else max(exact, key=lambda name: _speed(exact[name]))
-            rows = (_tradeoff(name, own, baseline, exact[baseline], len(others)) for name, own in others.items())
+            sure = exact[baseline]
+            rows = (_tradeoff(name, own, baseline, sure, len(others), unstable) for name, own in others.items())
             found += [row for row in rows if row is not None]
     return sorted(found, key=lambda row: (float(str(row.axes.get("network_mbit") or 0)), row.strategy))
 
 
-def _precisions(trained: Sequence[Cell]) -> list[Tradeoff]:
+def _precisions(trained: Sequence[Cell], unstable: Collection[str]) -> list[Tradeoff]:
     found: list[Tradeoff] = []
     for members in grouped(trained, _setting_but_precision).values():
         by_name = grouped(members, _precision_name)
@@ -108,7 +109,9 @@ def _precisions(trained: Sequence[Cell]) -> list[Tradeoff]:
         if baseline is not None:
             others = {name: own for name, own in by_name.items() if name != baseline}
             exact = by_name[baseline]
-            rows = (_tradeoff(name, own, baseline, exact, len(others), PRECISION) for name, own in others.items())
+            rows = (
+                _tradeoff(name, own, baseline, exact, len(others), unstable, PRECISION) for name, own in others.items()
+            )
             found += [row for row in rows if row is not None]
     return found
 
@@ -136,7 +139,13 @@ def _speed(cells: Iterable[Cell]) -> float:
 
 
 def _tradeoff(
-    name: str, cells: Sequence[Cell], baseline: str, exact: Sequence[Cell], family: int, axis: str = "strategy"
+    name: str,
+    cells: Sequence[Cell],
+    baseline: str,
+    exact: Sequence[Cell],
+    family: int,
+    unstable: Collection[str],
+    axis: str = "strategy",
 ) -> Tradeoff | None:
     runs = {_pair_of(window): window for cell in cells for window in cell.windows}
     known = {_pair_of(window): window for cell in exact for window in cell.windows}
@@ -153,6 +162,9 @@ def _tradeoff(
     judged_loss = _relative(loss, *loss_verdict(loss, family))
     timely = None if shared else _over_seeds(curves, _loss_in_time)
     judged_time = None if timely is None else _relative(timely, *loss_verdict(timely, family))
+    if any(window.run in unstable for pair in pairs.values() for window in pair):
+        judged_loss = replace(judged_loss, verdict=INCONCLUSIVE, reason=UNSTABLE)
+        judged_time = judged_time and replace(judged_time, verdict=INCONCLUSIVE, reason=UNSTABLE)
     sent = [_sent(each) if axis != PRECISION or GATHERED in name else None for each in (cells, exact)]
     first_own, first_other = curves[min(curves)]
     tokens = int(first_own.tokens[-1])
@@ -289,9 +301,9 @@ def sentence(
     if speed is not None:
         parts.append(f"{speed.value:.3g} times as fast{than}{where} ({VERDICT_WORDS[speed.verdict]})")
     after = f"after {short_count(tokens)} tokens"
-    parts.append(f"loss {percent(loss.value)} {after} ({LOSS_WORDS[loss.verdict]})")
+    parts.append(f"loss {percent(loss.value)} {after} ({loss.loss_word})")
     if timely is not None:
-        parts.append(f"{percent(timely.value)} after the same time ({LOSS_WORDS[timely.verdict]})")
+        parts.append(f"{percent(timely.value)} after the same time ({timely.loss_word})")
     return f"{name}: {', '.join(parts)}."
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.analysis.findings.training import BETTER, EQUAL, INCONCLUSIVE, WORSE
 from paceline.errors import Scalar
+
+UNSTABLE = "training is unstable"
+_LOSS_WORDS = {BETTER: "lower", WORSE: "higher", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,11 @@ class Relative:
     high: float | None
     verdict: str
     reason: str
+
+    @property
+    def loss_word(self) -> str:
+        """The verdict about a loss in words; rounding alone decides the loss of an unstable training."""
+        return UNSTABLE if self.reason == UNSTABLE else _LOSS_WORDS[self.verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

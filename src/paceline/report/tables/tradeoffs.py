@@ -11,7 +11,6 @@ MB = Scale("MB", 1e-6)
 NETWORK = "network_mbit"
 _TONES = {BETTER: "good", WORSE: "bad"}
 SPEED_WORDS = {BETTER: "faster", WORSE: "slower", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
-LOSS_WORDS = {BETTER: "lower", WORSE: "higher", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 _NOTES = (
     "These strategies change the arithmetic, so they are not equal work and take no part in the ranking. Bytes are "
     "counted: those that the busiest rank sends per optimizer step.",
@@ -114,7 +113,7 @@ def _loss(found: Relative | None) -> Cell:
         return Cell(MISSING)
     low, high = found.low, found.high
     interval = f"[{_percent(low)}, {_percent(high)}] " if low is not None and high is not None else ""
-    return Cell(_percent(found.value), f"{interval}{LOSS_WORDS[found.verdict]}", _TONES.get(found.verdict, ""))
+    return Cell(_percent(found.value), f"{interval}{found.loss_word}", _TONES.get(found.verdict, ""))
 
 
 def _percent(ratio: float) -> str:
@@ -139,4 +138,4 @@ def headline(report: Report) -> str:
         return ""
     where = f" at {rate_words(float(str(row.axes[NETWORK])))}" if row.axes.get(NETWORK) else ""
     speed = f"{row.speed.value:.2f} times as fast as {row.baseline}{where} ({SPEED_WORDS[row.speed.verdict]})"
-    return f"{row.strategy}: {speed}, loss {_percent(row.loss.value)} % ({LOSS_WORDS[row.loss.verdict]})"
+    return f"{row.strategy}: {speed}, loss {_percent(row.loss.value)} % ({row.loss.loss_word})"

@@ -116,6 +116,22 @@ def test_rates_of_an_emulated_network_show_where_it_pays() -> None:
     assert [(point.x, round(point.y, 1)) for point in chart.points] == [(100.0, 2.0), (1000.0, 0.7)]
 
 
+def test_the_loss_of_an_unstable_training_is_no_verdict() -> None:
+    """References that differ only in rounding disagree by 30 %."""
+    runs = [r for seed in (1, 2, 3) for r in in_precision("bf16", seed, 1.0)]
+    runs += [r for seed in (1, 2, 3) for r in in_precision("float8", seed, 0.8, off=0.2)]
+    assert [row.loss.verdict for row in build(runs, "test").tradeoffs] == [WORSE]
+    shaky = []
+    for record in runs:
+        copies = (
+            [dataclasses.replace(s, variant=1, loss=s.loss * 1.3) for s in record.steps] if record.is_reference else []
+        )
+        shaky.append(dataclasses.replace(record, steps=(*record.steps, *copies)))
+    (row,) = build(shaky, "test").tradeoffs
+    assert row.loss.verdict == INCONCLUSIVE
+    assert "loss +20.0 % after 15.36K tokens (training is unstable)" in row.text
+
+
 def test_compiling_does_not_count_as_time_of_training() -> None:
     runs = [r for seed in (1, 2, 3) for r in in_precision("bf16", seed, 1.0)]
     faster = [r for seed in (1, 2, 3) for r in in_precision("float8", seed, 0.5)]
