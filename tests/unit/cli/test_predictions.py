@@ -102,6 +102,12 @@ def test_memory_is_rehearsed_where_the_program_is_ours(capsys: pytest.CaptureFix
     rehearsed = found["rehearsed_memory_bytes"]
     assert rehearsed["optimizer"] > 0
     assert rehearsed["peak"] >= rehearsed["parameters"] + rehearsed["optimizer"]
+    split = json.loads(answer(capsys, *words, "--layout", "tp=2", "--rehearse", "200", "--json"))
+    assert split["memory_source"] == "rehearsal"
+    # FSDP2 halves everything. tp halves all but positions, norms and the biases of outputs, with 8 bytes of state each.
+    positions, norms, biases = 256 * 128, (2 * 2 + 1) * 2 * 128, 2 * 2 * 128
+    whole = (positions + norms + biases) // 2
+    assert split["rehearsed_memory_bytes"]["optimizer"] - rehearsed["optimizer"] == 8 * whole
     assert "By arithmetic: --rehearse is 0." in answer(capsys, *words)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 
+from paceline.errors import UnsupportedError
 from paceline.experiment.spec import RunSpec
 from paceline.workloads import memory
 
@@ -23,7 +24,10 @@ def main() -> None:
     from paceline.workloads.memory.rehearsal import Question, rehearse
 
     workspace = memory.gpu_workspace_bytes(major) if major else 0
-    answer = rehearse(Question(spec, workspace))
+    try:
+        answer = rehearse(Question(spec, workspace))
+    except UnsupportedError as reason:
+        raise SystemExit(str(reason)) from None
     json.dump(answer.components, answer_to)
     answer_to.close()
 
