@@ -157,6 +157,7 @@ VARIANTS = {
     "autotuned": Variant(compile="max-autotune-no-cudagraphs"),
     "reduce-overhead": Variant(compile="reduce-overhead"),
     "float8": Variant(compute="float8"),
+    "float8-block": Variant(compile="default:scope=block", compute="float8"),
     "float8_rowwise": Variant(compute="float8_rowwise"),
     "float8_rowwise_gw_hp": Variant(compute="float8_rowwise_gw_hp"),
 }
