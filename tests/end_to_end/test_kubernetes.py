@@ -44,6 +44,7 @@ from testbed.kube_scenarios import (
     rotate,
     without_namespace,
 )
+from testbed.observers import live_looks, seen_live
 from testbed.plain_answers import plain_answer
 from testbed.waiting import WAIT_S, until
 
@@ -484,8 +485,10 @@ def campaign_in_pods(bed: Bed, experiment_file: Callable[..., Path], paceline: A
     return run
 
 
-def test_real_ranks_in_two_pods_meet_and_are_reported(campaign_in_pods: Callable[..., Path]) -> None:
-    folder = campaign_in_pods("summed", {"workload": [ONE_SUM]}, runner="testbed.bare", global_batch=2)
+def test_real_ranks_in_two_pods_meet_and_are_reported(bed: Bed, campaign_in_pods: Callable[..., Path]) -> None:
+    with live_looks(bed.folder / "campaign-summed") as looks:
+        folder = campaign_in_pods("summed", {"workload": [ONE_SUM]}, runner="testbed.bare", global_batch=2)
+    assert seen_live(looks) == {"summed-a", "summed-b"}
     ((record,), skipped) = store.read_runs(folder)
     assert not skipped
     assert (record.status, record.error) == ("ok", None)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 from testbed import EXHAUSTIVE, ONE_SUM, ray_cluster
+from testbed.observers import live_looks, seen_live
 
 from paceline.campaign.run import controller
 from paceline.experiment.choices import Choice
@@ -279,9 +280,12 @@ def campaign_in(
 
 
 def test_real_ranks_on_two_nodes_meet_and_are_reported(campaign_in: Callable[..., Any], tmp_path: Path) -> None:
-    (record,) = campaign_in(workload=ONE_SUM)
+    with live_looks(tmp_path) as looks:
+        (record,) = campaign_in(workload=ONE_SUM)
     assert record.status is Status.OK
-    assert len({outcome.host for outcome in record.outcomes}) == 2, "one rank on each of two nodes"
+    hosts = {outcome.host for outcome in record.outcomes}
+    assert len(hosts) == 2, "one rank on each of two nodes"
+    assert seen_live(looks) == hosts
     assert {(row.rank, row.operation, row.wrong) for row in record.collectives} == {
         (r, "all_reduce", 0) for r in (0, 1)
     }

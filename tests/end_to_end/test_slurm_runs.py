@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from testbed import ONE_SUM
 from testbed import slurm as testbed
+from testbed.observers import live_looks, seen_live
 
 from paceline.campaign.run import controller as run
 from paceline.experiment.choices import Choice
@@ -184,8 +185,11 @@ def test_without_a_shared_disk_results_travel_in_the_output(
     bench: Bench, tmp_path: Path, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_files, "FETCH_S", 0.5)
+    monkeypatch.setenv("LIGHT_S", "4")
     places = {"scratch" if fetched else "output": str(tmp_path)}
-    assert bench.run(options={"shared": False, **places}) == (Status.OK, None)
+    with live_looks(bench.out) as looks:
+        assert bench.run(options={"shared": False, **places}) == (Status.OK, None)
+    assert seen_live(looks) == {"n1", "n2"}
     record = store.read_run(bench.run_dir)
     assert {(step.rank, step.step) for step in record.steps} == {(rank, step) for rank in (0, 1) for step in range(4)}
     assert [path.name for path in tmp_path.iterdir()] == [HOSTILE], "nothing is left beside the results"

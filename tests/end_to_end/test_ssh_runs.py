@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from testbed import sshd
+from testbed.observers import live_looks, seen_live
 
 from paceline import __version__
 from paceline.campaign.run import controller as run
@@ -136,8 +137,13 @@ def test_a_campaign_on_two_hosts_ends_with_a_certified_report(
 
 
 def test_files_come_home_whole_and_clocks_are_compared(field: Field) -> None:
-    status, error = field.run()
+    """And while the run lasts, `paceline ui` sees both hosts and the steps of rank 0."""
+    with live_looks(field.out) as looks:
+        status, error = field.run(life_s=4.0)
     assert status is Status.OK, error
+    assert seen_live(looks) == {FIRST, SECOND}
+    assert [step.step for look in looks for step in look.steps][:2] == [0, 1]
+    assert max(look.ranks for look in looks) == 2
     record = store.read_run(field.run_dir)
     assert [(o.rank, o.host) for o in record.outcomes] == [(0, FIRST), (1, SECOND)]
     assert len(record.steps) == 2 * record.spec.steps

@@ -1,10 +1,10 @@
 """Ranks without torch, instead of torchrun (`agent --runner testbed.light`), to test engines.
 
-They write what real ranks write, where they write it: position, samples, machine, outcome. What goes wrong is told by
-the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves no more),
-mute (ends without an outcome), full (no room on the disk), fill (takes all the room there is, then finds none). LIGHT_S
-is how long a rank lives. Deaths are told in torchrun's words. Where LIGHT_MEETING names a folder, ranks are the real
-ones of served replicas (see `folder_store`).
+They write what real ranks write, where they write it: position, samples, gauges, machine, outcome. What goes wrong is
+told by the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves
+no more), mute (ends without an outcome), full (no room on the disk), fill (takes all the room there is, then finds
+none). LIGHT_S is how long a rank lives. Deaths are told in torchrun's words. Where LIGHT_MEETING names a folder, ranks
+are the real ones of served replicas (see `folder_store`).
 
 A spec whose workload is `reference` ends ok with them: its verdict needs finite losses only.
 """
@@ -25,7 +25,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.launchers.node import placement
 from paceline.results import store
-from paceline.results.records import Outcome, Status, StepSample
+from paceline.results.records import GaugeSample, Outcome, Status, StepSample
 
 
 def main(argv: list[str]) -> int:
@@ -84,8 +84,15 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
     position, began = store.ProgressFile(run_dir, rank), time.time()
     pause = float(os.environ.get("LIGHT_S", "0.5")) / spec.steps
     error = None
+    # A host has one file of gauges.
+    gauges = run_dir / f"samples-gauges-{rank}.jsonl" if rank % spec.topology.processes_per_node == 0 else None
     with (run_dir / f"samples-{rank}.jsonl").open("w", buffering=1) as file:
         for step in range(spec.steps):
+            if gauges is not None:
+                with gauges.open("a") as readings:
+                    readings.write(
+                        store.sample_line(GaugeSample(rank=rank, host=host, at_s=time.time(), cpu_ratio=0.25))
+                    )
             time.sleep(pause)
             if step == spec.steps // 2:
                 error = suffer(fault, run_dir)

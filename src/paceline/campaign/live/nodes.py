@@ -208,7 +208,9 @@ class RunWatch:
         steps = tuple(self._new_steps())
         self.history += steps
         if self.spec.is_trained:
-            self._last.append(last_rank(positions, self.spec.topology.processes_per_node, pulse.step_s))
+            per_node = self.spec.topology.processes_per_node
+            ages = {node.rank // per_node: node.age_s for node in nodes}
+            self._last.append(last_rank(positions, per_node, pulse.step_s, ages))
         return Look(
             pulse=pulse,
             nodes=nodes,
@@ -248,16 +250,18 @@ class RunWatch:
 # --- stragglers ---
 
 
-def last_rank(positions: Sequence[store.Progress], per_node: int, step_s: float | None) -> int | None:
+def last_rank(
+    positions: Sequence[store.Progress], per_node: int, step_s: float | None, ages: Mapping[int, float]
+) -> int | None:
     """The rank that the others wait for at this moment; None if that cannot be said.
 
     Ranks of one node are compared by step and phase. Those of different nodes arrive at different times, so a node
-    counts only if it is behind by more than that can explain.
+    counts only if it is behind by more than that can explain. ages: seconds since the last files of each node arrived.
     """
     if len(positions) < 2:
         return None
     front = max(position.step for position in positions)
-    far = [p for p in positions if step_s and (front - p.step) * step_s > RELAY_S]
+    far = [p for p in positions if step_s and (front - p.step) * step_s > RELAY_S + ages.get(p.rank // per_node, 0.0)]
     if far:
         return min(far, key=lambda p: (p.step, store.PHASES.index(p.phase))).rank
     groups: dict[int, list[store.Progress]] = {}

@@ -105,13 +105,15 @@ def at(rank: int, step: int, phase: str) -> Progress:
 
 def test_the_rank_that_others_wait_for() -> None:
     ahead = [at(0, 5, "backward"), at(1, 5, "forward"), at(2, 5, "backward"), at(3, 5, "backward")]
-    assert last_rank(ahead, 4, 0.1) == 1
+    assert last_rank(ahead, 4, 0.1, {}) == 1
     # Two nodes at different phases show nothing, because their files arrive at different times.
-    assert last_rank([at(0, 5, "forward"), at(1, 5, "backward")], 1, 0.1) is None
-    assert last_rank([at(0, 5, "forward"), at(1, 6, "forward")], 1, 0.1) is None
+    assert last_rank([at(0, 5, "forward"), at(1, 5, "backward")], 1, 0.1, {}) is None
+    assert last_rank([at(0, 5, "forward"), at(1, 6, "forward")], 1, 0.1, {}) is None
     # Three seconds behind is more than a delay of a file.
-    assert last_rank([at(0, 5, "forward"), at(1, 6, "forward")], 1, 3.0) == 0
-    assert last_rank([at(0, 5, "forward")], 1, 1.0) is None
+    assert last_rank([at(0, 5, "forward"), at(1, 6, "forward")], 1, 3.0, {}) == 0
+    # Unless its files are the older ones: those of a disk that only the node reaches are fetched every 10 s.
+    assert last_rank([at(0, 5, "forward"), at(1, 6, "forward")], 1, 3.0, {0: 8.0, 1: 0.0}) is None
+    assert last_rank([at(0, 5, "forward")], 1, 1.0, {}) is None
 
 
 def test_a_straggler_is_last_in_most_looks() -> None:
