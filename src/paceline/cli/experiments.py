@@ -164,6 +164,7 @@ def run_experiment(arguments: argparse.Namespace) -> int:
                 stopping=stopping,
                 partial=_answer_so_far,
                 cache=not arguments.no_cache,
+                usd_per_hour=rate,
             )
         )
     finally:

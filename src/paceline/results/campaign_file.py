@@ -51,27 +51,32 @@ DAMAGED = "damaged"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run of a plan; kin is the same for runs of one workload, model and number of processes."""
+    """One run of a plan; kin is the same for runs of one workload, model and number of processes. devices is None in
+    plans of earlier versions."""
 
     run: str
     cell: str
     workload: str
     kin: str
+    devices: int | None = None
 
     @classmethod
     def of(cls, spec: RunSpec) -> PlannedRun:
         kin = f"{spec.workload.name} {spec.model} {spec.topology.device} x{spec.topology.world_size}"
-        return cls(run=spec.run_id, cell=spec.cell, workload=spec.workload.name, kin=kin)
+        devices = spec.topology.world_size
+        return cls(run=spec.run_id, cell=spec.cell, workload=spec.workload.name, kin=kin, devices=devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All runs of a campaign in order, and the process that runs them: its host, pid and start time."""
+    """All runs of a campaign in order, and the process that runs them: its host, pid and start time. usd_per_hour is
+    the price of one device, if known."""
 
     runs: tuple[PlannedRun, ...]
     host: str
     pid: int
     began_at: float
+    usd_per_hour: float | None = None
 
     @property
     def is_driven(self) -> bool | None:
@@ -93,12 +98,15 @@ def _process_began_at(pid: int) -> float | None:
         return None
 
 
-def write_plan(experiment: Path, specs: Sequence[RunSpec], rule: str | None = None) -> None:
+def write_plan(
+    experiment: Path, specs: Sequence[RunSpec], rule: str | None = None, usd_per_hour: float | None = None
+) -> None:
     """Replace the plan as a whole; called again when a search or a stopping rule adds runs. rule: when they end."""
     runs = [asdict(PlannedRun.of(spec)) for spec in specs]
     pid = os.getpid()
     about = {"schema": 1, "host": socket.gethostname(), "pid": pid, "began_at": _process_began_at(pid)}
-    store.write_json(experiment / PLAN, {**about, **({"rule": rule} if rule else {}), "runs": runs})
+    known = {name: value for name, value in (("rule", rule), ("usd_per_hour", usd_per_hour)) if value is not None}
+    store.write_json(experiment / PLAN, {**about, **known, "runs": runs})
 
 
 def read_plan(experiment: Path) -> Plan | None:
@@ -243,11 +251,13 @@ def _last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """How a run ended, and its wall time from start to end. damage: what is wrong with the files of a damaged run."""
+    """How a run ended, and its wall time from start to end. damage: what is wrong with the files of a damaged run.
+    reused: an earlier campaign computed it."""
 
     status: str
     seconds: float
     damage: str | None = None
+    reused: bool = False
 
 
 def forecast_s(
@@ -300,6 +310,16 @@ def _expected_s(
     return next((fmean(seconds) for seconds in tiers if seconds), (predicted or {}).get(run.run))
 
 
+def _spent_usd(plan: Plan, ended: Mapping[str, EndedRun], pulses: Iterable[Pulse]) -> float | None:
+    """What the devices of a plan have cost so far; None without a price."""
+    if plan.usd_per_hour is None or any(run.devices is None for run in plan.runs):
+        return None
+    devices = {run.run: run.devices or 0 for run in plan.runs}
+    device_s = sum(max(end.seconds, 0.0) * devices[run] for run, end in ended.items() if not end.reused)
+    device_s += sum(max(time.time() - p.began_at, 0.0) * p.spec.topology.world_size for p in pulses)
+    return device_s / 3600 * plan.usd_per_hour
+
+
 # --- the whole directory ---
 
 
@@ -308,7 +328,7 @@ class CampaignView:
     """The state of one experiment. planned is None without a plan. ended counts runs by status, with a plan only its
     runs. waiting has the reason for each run whose job has not started. interrupted lists runs that started and have
     no controller any more; left_jobs says for these where a job may still run. damaged says for each run whose files
-    are not what was sealed which file it is."""
+    are not what was sealed which file it is. usd is what the devices have cost so far, None without a price."""
 
     experiment: Path
     planned: int | None
@@ -318,6 +338,7 @@ class CampaignView:
     interrupted: tuple[str, ...]
     running: bool
     left_s: float | None
+    usd: float | None = None
     left_jobs: Mapping[str, str] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
@@ -356,6 +377,7 @@ def read_view(experiment: Path) -> CampaignView:
         interrupted=tuple(safe_text.text(path.name) for path in left),
         running=running,
         left_s=forecast_s(plan.runs, ended, next(iter(pulses), None)) if plan and running else None,
+        usd=_spent_usd(plan, ended, pulses) if plan else None,
         waiting={safe_text.text(path.name): why for path, why in waiting.items()},
         damaged={safe_text.text(run): end.damage for run, end in ended.items() if end.damage is not None},
         left_jobs={safe_text.text(path.name): job for path in left if (job := _left_job(path)) is not None},
@@ -426,6 +448,6 @@ def read_end(run_dir: Path) -> EndedRun | None:
         return None
     try:
         end = store.read_end(run_dir)
-        return EndedRun(end.status, end.ended_at - end.started_at)
+        return EndedRun(end.status, end.ended_at - end.started_at, reused=end.reused)
     except PacelineError as error:
         return EndedRun(DAMAGED, 0.0, safe_text.text(str(error).removeprefix(f"{run_dir}: ")))

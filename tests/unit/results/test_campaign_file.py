@@ -21,7 +21,7 @@ from paceline.campaign.live.status import folder_lines
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.results import campaign_file, store
+from paceline.results import campaign_file, sealing, store
 from paceline.results.campaign_file import EndedRun, PlannedRun, forecast_s
 from paceline.results.records import GaugeSample, Status
 
@@ -211,6 +211,21 @@ def test_a_running_campaign_is_told_from_its_folder(
     assert "fsdp2" in lines[1]
     assert "x2" in lines[1]
     assert "256" in lines[1]
+
+
+def test_status_has_the_cost_so_far(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+    """60 s of 2 devices at 30 USD per hour are 1 USD, but nothing if an earlier campaign paid for them."""
+    specs = repeats(make_spec)[:2]
+    run_dir = Path(make_run(tmp_path, specs[0]))
+    campaign_file.write_plan(tmp_path / "test", specs, usd_per_hour=30.0)
+    assert folder_lines(tmp_path)[0][0].endswith("running, about 1 min left, 1.00 USD so far")
+    assert campaign_file.read_view(tmp_path / "test").usd == pytest.approx(1.0)
+    campaign_file.write_plan(tmp_path / "test", specs[:1], usd_per_hour=30.0)
+    assert folder_lines(tmp_path)[0][0].endswith("1 of 1 runs ended (1 ok); complete, 1.00 USD")
+    sealing.write(run_dir, {**store.read_json(run_dir / sealing.FILE), "reused": True})
+    assert campaign_file.read_view(tmp_path / "test").usd == 0.0
+    campaign_file.write_plan(tmp_path / "test", specs[:1])
+    assert campaign_file.read_view(tmp_path / "test").usd is None
 
 
 def test_a_dead_controller_is_not_running_whatever_its_files_say(

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.campaign.live.progress import left_text, pulse_text, title
+from paceline.campaign.live.progress import left_text, pulse_text, spent_text, title
 from paceline.campaign.schedule import agenda
 from paceline.campaign.schedule import tables as schedules
 from paceline.results import safe_text
@@ -74,10 +74,12 @@ def state_text(view: CampaignView) -> str:
         return f"{by_status}; running" if view.running else f"{by_status}{unfinished}"
     text = f"{ended} of {view.planned} runs ended ({by_status})"
     if view.running:
-        return f"{text}; running, {left_text(view.left_s)}"
+        return f"{text}; running, {left_text(view.left_s)}{spent_text(view.usd)}"
     # Damaged runs are run again.
     left = view.planned - ended + len(view.damaged)
-    return f"{text}; not running, {left} left: repeat the command to continue" if left else f"{text}; complete"
+    if left:
+        return f"{text}; not running{spent_text(view.usd)}, {left} left: repeat the command to continue"
+    return f"{text}; complete" + ("" if view.usd is None else f", {view.usd:.2f} USD")
 
 
 def screen(out: Path) -> tuple[RenderableType, bool]:

@@ -69,6 +69,7 @@ def campaign(
     stopping: Stopping | None = None,
     partial: Callable[[Sequence[RunRecord]], str] = lambda _records: "",
     cache: bool = False,
+    usd_per_hour: float | None = None,
 ) -> list[Status]:
     """Run every spec that is not sealed yet, references first, and return the status of each.
 
@@ -76,7 +77,8 @@ def campaign(
     ok. After a run that failed for a reason that would repeat, runs that would meet it too are left out,
     unless keep_going is true. notify gets messages about slow steps before the first run. With a stopping rule, cells
     are repeated until it is met; after each round notify gets the answer so far (`partial`) and what is still to come.
-    cache: use references of earlier campaigns, and keep those of this one.
+    cache: use references of earlier campaigns, and keep those of this one. usd_per_hour is the price of one device,
+    for those who watch.
     """
     if stopping is not None:
         specs = stopping.planned(specs)
@@ -93,6 +95,9 @@ def campaign(
     observer.begin(runs)
     statuses: list[Status] = []
     rule = None if stopping is None else stopping.text
+
+    def plan() -> None:
+        write_plan(directory, runs, rule, usd_per_hour)
 
     def run(requested: RunSpec) -> None:
         """One planned run and, for a search, all that follow from it."""
@@ -119,11 +124,11 @@ def campaign(
             if following is not None and following not in series:
                 series.append(following)
                 runs.append(following)
-                write_plan(directory, runs, rule)
+                plan()
                 observer.begin(runs)
 
     with store.exclusive(directory), closing(runs):
-        write_plan(directory, runs, rule)
+        plan()
         for spec in references.values() if cache else ():
             if _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
                 notify(reused_text(kept))
@@ -133,7 +138,7 @@ def campaign(
         else:
             _run_until(stopping, runs, run, obstacles.block, directory, notify, partial)
             observer.begin(runs)
-            write_plan(directory, runs, rule)
+            plan()
     if obstacles.left_out:
         notify(obstacles.text())
     return statuses

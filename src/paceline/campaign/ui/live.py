@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.campaign.live.nodes import CampaignWatch, Look, NodeReading, Step
-from paceline.campaign.live.progress import left_text, pulse_text, title
+from paceline.campaign.live.progress import left_text, pulse_text, spent_text, title
 from paceline.campaign.live.status import state_text
 from paceline.campaign.ui.library import Campaign, RunRow
 from paceline.errors import PacelineError
@@ -167,6 +167,7 @@ def tick_of(view: CampaignView, found: Look | None) -> dict[str, Any]:
         "planned": view.planned,
         "waiting": list(view.waiting.values()),
         "left": left_text(view.left_s) if view.running else "",
+        "spent": spent_text(view.usd),
         "run": None,
     }
     if found is None:

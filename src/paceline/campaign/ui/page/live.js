@@ -2,7 +2,7 @@
 // The live view of `paceline ui`: numbers arrive column by column once a second; canvases draw them. Names are text nodes.
 addEventListener("DOMContentLoaded", () => {
   const root = document.getElementById("live"), $ = id => document.getElementById(id);
-  const MISSING = "\u2013", STALE_S = 10, MOST_POINTS = 600;
+  const MISSING = "\u2013", STALE_S = 30, MOST_POINTS = 600;
   const UNITS = { utilisation: "%", memory: "GiB", power: "W", temperature: "\u00b0C", clock: "MHz", throttle: "", cpu: "%",
     host_memory: "GiB", received: "MB/s", sent: "MB/s" };
   const OF_HOSTS = new Set(["cpu", "host_memory", "received", "sent"]);
@@ -198,7 +198,7 @@ addEventListener("DOMContentLoaded", () => {
     const losses = steps.filter(s => s[2] !== null).map(s => s[2]), progress = tick.phase ?? "";
     tile("rate", tick.step_s ? short(1 / tick.step_s) : MISSING, "steps/s", tick.tokens_per_s ? `${short(tick.tokens_per_s)} tokens/s` : "", progress, steps.map(s => 1 / s[1]));
     tile("loss", tick.loss === null || tick.loss === undefined ? MISSING : tick.loss.toPrecision(4), "", losses.length > 1 ? `first shown ${losses[0].toPrecision(4)}` : "", "of rank 0", losses);
-    tile("left", tick.left ? tick.left.replace(/^about |^time left | left$/g, "") : MISSING, "", tick.planned === null ? `${tick.ended} runs ended` : `${tick.ended} of ${tick.planned} runs ended`, tick.trust ? tick.trust[1] : "");
+    tile("left", tick.left ? tick.left.replace(/^about |^time left | left$/g, "") : MISSING, "", `${tick.ended}${tick.planned === null ? "" : ` of ${tick.planned}`} runs ended${tick.spent}`, tick.trust ? tick.trust[1] : "");
     const power = known(tick.power ?? []), busy = known(tick.utilisation ?? []), hot = known(tick.temperature ?? []);
     const total = power.reduce((a, b) => a + b, 0);
     if (busy.length) tile("gpus", short(busy.reduce((a, b) => a + b, 0) / busy.length), "% busy", power.length ? `${short(total / 1000)} kW` : "", `${busy.length} GPUs on ${layout.nodes.length} node${layout.nodes.length === 1 ? "" : "s"}${hot.length ? `, up to ${Math.max(...hot)} \u00b0C` : ""}`);
