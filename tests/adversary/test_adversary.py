@@ -183,8 +183,7 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
 
 
 def launches(specs: dict[str, RunSpec], device: str) -> list[list[RunSpec]]:
-    """The runs of each launch. On an H200, ranks that had trained 50 times with DDP crashed as they made the groups of
-    a first layout (signal 11, torch 2.11): there, layouts have launches of their own."""
+    """The runs of each launch. On GPUs, where a crash of NCCL ends its ranks, each kind of layout has its own."""
     if device == "cpu":
         return [list(specs.values())]
     kinds: dict[str, list[RunSpec]] = {}

@@ -150,7 +150,8 @@ def fork_rehearsals() -> None:
 def run_many(folders: list[Path]) -> NoReturn:
     """Run these folders one after another in this rank, without profiles.
 
-    Every run has a process group of its own, and its own part of the store in which its ranks meet.
+    Every run has a process group of its own, and its own part of the store in which its ranks meet. On GPUs the group
+    is not bound to its device: torch 2.11's split_group crashes (signal 11) where the caller gave the store.
     """
     import torch
     import torch.distributed as dist
@@ -162,8 +163,10 @@ def run_many(folders: list[Path]) -> NoReturn:
     init, rank, world_size = dist.init_process_group, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for number, folder in enumerate(folders):
-        store = dist.PrefixStore(str(number), shared)
-        dist.init_process_group = functools.partial(init, store=store, rank=rank, world_size=world_size)
+        meeting = {"store": dist.PrefixStore(str(number), shared), "rank": rank, "world_size": world_size}
+        dist.init_process_group = lambda *words, given=meeting, **named: init(
+            *words, **named | given | {"device_id": None}
+        )
         torch.manual_seed(0)
         forget_groups_of_deepspeed()
         worker.main(["worker", str(folder)])
