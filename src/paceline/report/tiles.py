@@ -82,7 +82,7 @@ def _training_tiles(report: Report, group: Group) -> tuple[Tile, ...]:
     row = _lead(report, group)
     costs = {offer.lead.cell: offer.lead for offer in offers_of(report.costs)}
     colours = {s.name: s.colour for s in strategies(report)}
-    where = f"{row.label}, {group.title}"
+    where = ", ".join((row.label, *group.title.split(", ")[:2]))
     found = [_measured_tile(report, group, row, THROUGHPUT, "Throughput", where, colours)]
     share = row.measurements.get(SHARE)
     known = share is not None and share.value is not None
@@ -189,7 +189,7 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
         (("ttft_p99_s", "ttft_p50_s"), "TTFT"),
         (("tpot_p99_s", "tpot_p50_s"), "TPOT"),
     ]
-    what = served.load_text(best, loads)
+    what = served.load_text(best, loads).partition(", engine")[0]
     found = []
     for metrics, name in chosen:
         metric = next((n for n in metrics if (m := best.get(n)) and m.value is not None), None)

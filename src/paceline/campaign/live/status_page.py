@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from string import Template
 
 from paceline import __version__
 from paceline.campaign.live import status
@@ -24,7 +23,7 @@ from paceline.campaign.schedule import tables as schedule_tables
 from paceline.experiment.spec import RunSpec
 from paceline.host.files import write_atomically
 from paceline.report.exporters import markdown
-from paceline.report.exporters._page_parts import paragraph, render
+from paceline.report.exporters._page_parts import document, paragraph, policy, render
 from paceline.report.exporters.html import asset
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.results.campaign_file import CampaignView
@@ -36,23 +35,6 @@ REFRESH_S = 5.0
 # Writing takes at most one part in this many of the controller's time.
 LEAST_PAUSE = 20
 HTML, MARKDOWN = "status.html", "status.md"
-
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'">
-$refresh<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-<main>
-$body
-</main>
-</body>
-</html>
-""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +123,8 @@ def html_text(now: State) -> str:
         f'<header><div class="top"><h1>{escape(name)}</h1></div>{paragraph(headline(now), "answer")}</header>'
         f"{sections}{''.join(paragraph(text, 'bad') for text in now.unreadable)}<footer>{escape(_made(now))}</footer>"
     )
-    return PAGE.substitute(
-        refresh=refresh, title=escape(f"{name}: Paceline status"), style=asset("page.css"), body=body
-    )
+    rules = policy("default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'")
+    return document(f"{name}: Paceline status", f"{rules}\n{refresh}<style>{asset('page.css')}</style>", body)
 
 
 def markdown_text(now: State) -> str:

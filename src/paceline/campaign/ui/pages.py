@@ -6,18 +6,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 from urllib.parse import quote, urlencode
 
 from paceline.campaign.live.progress import left_text, pulse_text
 from paceline.campaign.live.progress import title as run_title
 from paceline.campaign.ui.library import Campaign, RunRow, is_bad
-from paceline.report.exporters._page_parts import paragraph
+from paceline.report.exporters._page_parts import document, paragraph, scripted
+from paceline.report.exporters.html import chart_data
 from paceline.results.campaign_file import CampaignView
 from paceline.wording import MISSING, format_duration
 
 MOST_ROWS = 500
-EMPTY_DATA = '{"charts":[],"runs":[],"axes":[],"cells":{},"versus":{},"names":{},"words":[]}'
 # What the map of nodes can show, by the column of the live events.
 GAUGES = {
     "utilisation": "utilisation",
@@ -32,26 +31,6 @@ GAUGES = {
     "sent": "network out",
 }
 ASSETS = Path(__file__).parent / "page"
-
-PAGE = Template("""<!doctype html>
-<html lang="en" class="no-js">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<link rel="stylesheet" href="/assets/page.css">
-<link rel="icon" href="data:,">
-<style>$style</style>
-</head>
-<body>
-$above<main>
-$body
-</main>
-<script type="application/json" id="data">$data</script>
-$scripts
-</body>
-</html>
-""")
 
 
 def style() -> str:
@@ -90,15 +69,9 @@ def page(title: str, header: str, body: str, links: str, scripts: Iterable[str] 
         f'<header><div class="top"><h1>{escape(title)}</h1>{header}'
         '<button type="button" id="theme" class="scripted">Dark</button></div></header>'
     )
+    head = f'<link rel="stylesheet" href="/assets/page.css">\n<link rel="icon" href="data:,">\n<style>{style()}</style>'
     sources = "".join(f'<script src="/assets/{name}"></script>\n' for name in (*scripts, "page.js", "ui.js"))
-    return PAGE.substitute(
-        title=escape(f"{title} - Paceline"),
-        style=style(),
-        above=links,
-        body=top + body,
-        data=EMPTY_DATA,
-        scripts=sources,
-    )
+    return document(f"{title} - Paceline", head, top + body, links, scripted(chart_data(()), sources))
 
 
 def message(title: str, sentence: str, links: str) -> str:

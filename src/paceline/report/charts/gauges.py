@@ -8,7 +8,7 @@ from dataclasses import replace
 from paceline.analysis.findings import GaugeTrace, Report
 from paceline.report.charts.chart import CURVE, LINES, Axis, Chart, Point, Span, parts, used
 from paceline.report.tables.gauges import device_name
-from paceline.report.text.cells import axes_of, cell_name, varying_axes
+from paceline.report.text.cells import axes_of, cell_name, varying_axes, without_shared
 
 GAUGES = ("power, % of the cap", "clock, % of its maximum", "busy, %", "temperature, C")
 
@@ -19,11 +19,12 @@ def traces(report: Report) -> Iterator[Chart]:
     points: list[Point] = []
     spans: list[Span] = []
     named = varying_axes(report)
+    cells = {t.cell: cell_name(report, t.cell, axes_of(report, t.cell) or {}, named) or t.run for t, _ in curves}
+    short, shared = without_shared(cells.values())
     for trace, drawn in curves:
         title = device_name(trace)
         if len(curves) > 1:
-            cell = cell_name(report, trace.cell, axes_of(report, trace.cell) or {}, named) or trace.run
-            title = f"{cell}: {title}"
+            title = f"{short[cells[trace.cell]]}: {title}"
         base = Point(y=0.0, group=title, drawn=CURVE, cells=(trace.cell,), runs=(trace.run,))
         points += [replace(base, x=at, y=value, series=name) for name, at, value in drawn]
         spans += [Span(start=a, end=b, group=title) for a, b in trace.throttled]
@@ -31,7 +32,7 @@ def traces(report: Report) -> Iterator[Chart]:
         name="gauges",
         title="Gauges over the run",
         subtitle="One device of each cell, before and during the measured steps or loads, which begin at 0 s. "
-        "Shaded: throttled (power cap, heat or hardware slowdown).",
+        f"Shaded: throttled (power cap, heat or hardware slowdown).{f' All panels: {shared}.' if shared else ''}",
         kind=LINES,
         x=Axis(label="s", zero=False, shared=False),
         y=Axis(label="% of the limit, or C"),

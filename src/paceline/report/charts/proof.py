@@ -22,7 +22,7 @@ from paceline.report.charts.chart import (
     thinned,
     used,
 )
-from paceline.report.text.cells import axes_of, cell_name, varying_axes
+from paceline.report.text.cells import axes_of, cell_name, varying_axes, without_shared
 from paceline.wording import format_number, places
 
 BAND = "accepted"
@@ -38,11 +38,11 @@ def loss(report: Report) -> Iterator[Chart]:
     works = list(dict.fromkeys(c.work for c in report.certificates if c.loss))[:MOST_PANELS]
     points: list[Point] = []
     names: dict[str, int] = {}
-    for work in works:
-        ours = [c for c in report.certificates if c.work == work and c.loss]
-        axes = axes_of(report, ours[0].cell) or {}
-        shown = [name for name in varying_axes(report) if axes.get(name) is not None]
-        panel = describe({**axes, "strategy": None, "workload": None}, shown) if len(works) > 1 else ""
+    curves = {work: [c for c in report.certificates if c.work == work and c.loss] for work in works}
+    titles = {work: _work_name(report, ours[0].cell) for work, ours in curves.items()}
+    panels, shared = without_shared(titles.values())
+    for work, ours in curves.items():
+        panel = panels[titles[work]] if len(works) > 1 else ""
         widest: dict[int, float] = {}
         for certificate in ours:
             curve = certificate.loss
@@ -74,13 +74,19 @@ def loss(report: Report) -> Iterator[Chart]:
         name="loss",
         title="Loss over the reference",
         subtitle="Every run beside the one-process reference, in % of its loss; shaded: the deviation that rounding "
-        "explains, by which a run is certified.",
+        f"explains, by which a run is certified.{f' All panels: {shared}.' if shared else ''}",
         kind=LINES,
         x=Axis(label="step", ticks="round", shared=False),
         y=Axis(label="% of the reference", unit="%", zero=False, shared=False),
         points=tuple(points),
         series=(*(Series(name=n, colour=c) for n, c in names.items()), Series(name=BAND, colour=GREY)) if names else (),
     )
+
+
+def _work_name(report: Report, cell: str) -> str:
+    axes = axes_of(report, cell) or {}
+    shown = [name for name in varying_axes(report) if axes.get(name) is not None]
+    return describe({**axes, "strategy": None, "workload": None}, shown)
 
 
 def ranks(report: Report) -> Iterator[Chart]:

@@ -9,7 +9,7 @@ from statistics import fmean
 from paceline.analysis.findings import HistorySeries, Report
 from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, Rule, parts
 from paceline.report.tables.history import day, differs_text, size_text
-from paceline.wording import format_number, scale_of
+from paceline.wording import format_number, metric_words, scale_of
 
 DAY_S = 86_400.0
 LAUNCH, LEVEL = parts(("launch", "level"))
@@ -33,7 +33,7 @@ def over_time(histories: Sequence[HistorySeries]) -> Iterator[Chart]:
         points = [point for series in ours for point in _panel(series, began)]
         yield Chart(
             name=f"history_{metric}",
-            title=f"Over time: {metric}",
+            title=f"Over time: {metric_words(metric)}",
             subtitle="Each dot is one launch, the line its level. 100 % is the level at the beginning.",
             kind=LINES,
             x=Axis(label=f"days since {day(began)} UTC"),

@@ -44,6 +44,8 @@ REST = "rest of the step"
 MOST_SAMPLES, FEWEST_SAMPLES = 20_000, 40
 # A device much larger than every bar would leave nothing to see of them.
 FAR = 8
+# Characters of a warning that a chart shows whole.
+LONGEST_WARNING = 40
 
 
 def throughput(report: Report) -> Iterator[Chart]:
@@ -111,7 +113,9 @@ def _bars(report: Report, name: str, title: str, subtitle: str, unit: str, point
 
 def _bar(group: Group, row: Row, m: Measurement, scale: Scale, text: str | None = None) -> Point:
     point = measured_point(m, scale)
-    heading = ": ".join((group.title, *group.warnings))
+    # The notes of the ranking have the long warnings whole.
+    warnings = [text if len(text) <= LONGEST_WARNING else text.partition(": ")[0] for text in group.warnings]
+    heading = ": ".join((group.title, *warnings))
     return replace(point, label=row.label, group=heading, series=row.label, text=point.text if text is None else text)
 
 

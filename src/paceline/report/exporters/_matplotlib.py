@@ -44,7 +44,7 @@ INK, QUIET, GRID, PAPER = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
 # Then the tones for parts of one thing, what went wrong, and lines to compare with, as in page.css.
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8b5a2b", "#7a7a00"),
-    *("#453c78", "#7b74b4", "#b3afd8", "#46525e", "#84919e", "#c3ccd5", "#b42318", "#7f7f7f"),
+    *("#453c78", "#7b74b4", "#aba6d6", "#46525e", "#84919e", "#c3ccd5", "#b42318", "#7f7f7f"),
 )
 STYLE: dict[str, Any] = {
     "axes.edgecolor": GRID,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -16,7 +16,7 @@ from paceline.report.exporters._page_parts import block, bullets, figure, first_
 from paceline.report.exporters.html import chart_data, page
 from paceline.report.summary import AMBER, GREEN, RED, Light, Summary, brief
 from paceline.report.tables import comparison, history
-from paceline.report.text.cells import THROUGHPUT
+from paceline.report.text.cells import THROUGHPUT, without_shared
 from paceline.report.tiles import Tile
 from paceline.wording import direction, metric_words, short_percent, verdict_text
 
@@ -31,12 +31,13 @@ NONE = "none"
 
 def compare_page(found: Between, lines: Sequence[str] = (), above: str = "") -> str:
     """Two directories: how many cells changed, by how much, and what else differs between them."""
+    names, shared = without_shared({c.label for c in found.changes})
+    found = replace(found, changes=tuple(replace(c, label=names[c.label]) for c in found.changes))
     answer = comparison.sentence(found)
     chart = changes_chart(found.changes)
-    names = (f"A is {found.first}.", f"B is {found.second}.")
     summary = Summary(
         headline=brief(answer),
-        support=(answer, *names),
+        support=(answer, f"A is {found.first}.", f"B is {found.second}.", *_in_all(shared)),
         tiles=_change_tiles(found.changes),
         light=_light(found),
         chart=chart.name if chart else None,
@@ -100,7 +101,7 @@ def _change_tiles(changes: Sequence[Change]) -> tuple[Tile, ...]:
             return total
         c = max(side, key=lambda c: abs(c.ratio - 1))
         size = verdict_text(c.verdict, c.ratio, c.low, c.high, direction(c.metric, c.ratio))[0]
-        return f"at most {size}: {c.label}"
+        return f"at most {size}: {c.label.partition(', ')[0]}"
 
     seen = [c.detectable_ratio for c in changes if c.detectable_ratio]
     unseen = f"smallest detectable difference {short_percent(max(seen))}" if seen else total
@@ -130,12 +131,10 @@ def history_page(
     title: str, found: Sequence[HistorySeries], names: str, lines: Iterable[str] = (), above: str = ""
 ) -> str:
     """Cells over time: their levels, where these changed, and what changed with them."""
+    short, shared = without_shared({series.label for series in found})
+    found = [replace(series, label=short[series.label]) for series in found]
     answer = history.sentence(found)
-    metrics = dict.fromkeys(series.metric for series in found)
-    for metric in metrics:
-        answer = answer.replace(f"{metric} of ", f"{metric_words(metric)} of ")
-    titles = {f"Over time: {metric}": f"Over time: {metric_words(metric)}" for metric in metrics}
-    drawn = tuple(replace(chart, title=titles.get(chart.title, chart.title)) for chart in over_time(found))
+    drawn = tuple(over_time(found))
     changes = [change for series in found for change in series.changes]
     worse = [change for change in changes if change.verdict == WORSE]
     searched = [series for series in found if series.note is None]
@@ -151,7 +150,7 @@ def history_page(
     text = "a level changed for the worse" if worse else "no change for the worse" if searched else "too few launches"
     summary = Summary(
         headline=brief(_newest_change(found) or answer),
-        support=(answer, names),
+        support=(answer, names, *_in_all(shared)),
         tiles=tiles,
         light=Light(name="Status", level=level, text=text, reasons=tuple(lines)),
         chart=drawn[0].name if drawn else None,
@@ -180,10 +179,15 @@ def _newest(found: Sequence[HistorySeries]) -> str:
     if not changes:
         return NONE
     series, change = max(changes, key=lambda pair: pair[1].after_at)
-    return f"newest {history.day(change.after_at)}: {series.label}"
+    return f"newest {history.day(change.after_at)}: {series.label.partition(', ')[0]}"
 
 
 # --- both ---
+
+
+def _in_all(shared: str) -> Iterator[str]:
+    if shared:
+        yield f"In all cells: {shared}."
 
 
 def _page(title: str, summary: Summary, drawn: Sequence[Chart], body: Sequence[str], above: str) -> str:

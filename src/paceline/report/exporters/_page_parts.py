@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Sequence
 from html import escape
 from urllib.parse import quote
@@ -20,8 +21,38 @@ NO_CHARTS = (
     "Charts, filters and sorting need JavaScript. Every number is in the tables, and the same charts are files in "
     "plots/ next to this page."
 )
+# A comma between options, where a line may break.
+OPTION = re.compile(r",(?=[a-z_])")
 # Words no longer than this stay on one line.
 SHORT_WORDS = 24
+
+
+def document(title: str, head: str, body: str, above: str = "", below: str = "") -> str:
+    """A whole page. All but the title are HTML; above and below stand around what a reader came for."""
+    return f"""<!doctype html>
+<html lang="en" class="no-js">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{head}
+<title>{escape(title)}</title>
+</head>
+<body>
+{above}<main>
+{body}
+</main>
+{below}</body>
+</html>
+"""
+
+
+def scripted(data: str, scripts: str) -> str:
+    """The end of a page with a script: the data of its charts, then the scripts."""
+    return f'<script type="application/json" id="data">{data}</script>\n{scripts}\n'
+
+
+def policy(rules: str) -> str:
+    return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
 
 
 def paragraph(value: str, css: str = "") -> str:
@@ -150,7 +181,7 @@ def about(cells: Iterable[str]) -> str:
 
 
 def _cell(cell: Cell, target: str | None) -> str:
-    shown = escape(cell.text)
+    shown = OPTION.sub(",<wbr>", escape(cell.text))
     if target is not None:
         shown = f'<a href="#cell-{escape(target)}">{shown}</a>'
     elif cell.link:

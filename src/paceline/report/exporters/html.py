@@ -12,7 +12,6 @@ from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any, TypeVar
 
 from paceline.analysis.findings import Certificate, Measurement, Report, RunFinding
@@ -20,7 +19,19 @@ from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.errors import Scalar
 from paceline.host.files import write_atomically
 from paceline.report.charts import Chart, Point, charts
-from paceline.report.exporters._page_parts import about, block, bullets, figure, first_screen, folded, paragraph, render
+from paceline.report.exporters._page_parts import (
+    about,
+    block,
+    bullets,
+    document,
+    figure,
+    first_screen,
+    folded,
+    paragraph,
+    policy,
+    render,
+    scripted,
+)
 from paceline.report.sections import Section, sections
 from paceline.report.summary import summarise
 from paceline.report.tables import table as tables
@@ -38,29 +49,12 @@ DIGITS = 6  # far beyond what an axis shows
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
 # Rows of a folded table; report.json has all.
 MOST_ROWS = 1000
+# More tables than these in a row are behind one line.
+MOST_FOLDED = 6
 # Tables of a section that are open; the ranking is open as a whole.
 OPEN_TABLES = 1
 # The section that follows the first screen: the first of these that the report has.
 FIRST = ("effects", "ranking", "served", "nodes", "machine")
-
-PAGE = Template("""<!doctype html>
-<html lang="en" class="no-js">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="$policy">
-<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-$above<main>
-$body
-</main>
-<script type="application/json" id="data">$data</script>
-$scripts
-</body>
-</html>
-""")
 
 
 def export(report: Report, directory: Path) -> list[Path]:
@@ -82,16 +76,13 @@ def page(title: str, body: str, data: str, above: str = "") -> str:
     sources = [asset(name) for name in SCRIPTS]
     hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    return PAGE.substitute(
-        policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'",
-        title=escape(f"{title}: Paceline report"),
-        style=asset("page.css"),
-        above=above,
-        body=body,
-        data=data,
-        scripts="\n".join(f"<script>{source}</script>" for source in sources),
+    rules = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
     )
+    head = f"{policy(rules)}\n<style>{asset('page.css')}</style>"
+    below = scripted(data, "\n".join(f"<script>{source}</script>" for source in sources))
+    return document(f"{title}: Paceline report", head, body, above, below)
 
 
 @cache
@@ -165,6 +156,8 @@ def _section(section: Section, linked: set[str]) -> str:
             rows, cells = table.rows[:MOST_ROWS], table.cells[:MOST_ROWS]
             table = dataclasses.replace(table, rows=rows, cells=cells, notes=(note, *table.notes))
         details.append(folded(table.title, table, linked))
+    if len(details) > MOST_FOLDED:
+        details = [folded(f"Every row: {len(details)} tables", "".join(details))]
     parts = (
         paragraph(section.text) if section.name != "served" else "",
         *blocks[:1],

@@ -213,7 +213,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     def ratio(c: Change) -> Cell:
         word = direction(c.metric, c.ratio)
         return Cell(
-            *verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio),
+            *verdict_text(c.verdict, c.ratio, c.low, c.high, word),
             _TONES.get(c.verdict or "", "quiet"),
         )
 

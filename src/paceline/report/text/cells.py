@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.analysis.findings import (
@@ -259,6 +259,20 @@ def _listed(names: Mapping[str, str], alone: list[Group], why: str, heading: str
         notes.append(f"{start if rest else ''}{note}")
     warnings = tuple(w for w in alone[0].warnings if all(w in g.warnings for g in alone))
     return Group(title, axes, rows, (why, *notes), warnings, heading=heading)
+
+
+def without_shared(labels: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Each label without the parts that all of them have, and those parts.
+
+    >>> without_shared(["ddp, gpt2, bf16", "fsdp2, gpt2, bf16"])
+    ({'ddp, gpt2, bf16': 'ddp', 'fsdp2, gpt2, bf16': 'fsdp2'}, 'gpt2, bf16')
+    """
+    parts = {label: label.split(", ") for label in labels}
+    own, *others = parts.values() if len(parts) > 1 else ([],)
+    shared = [part for part in own if all(part in other for other in others)]
+    short = {label: ", ".join(part for part in each if part not in shared) for label, each in parts.items()}
+    # A cell that has nothing of its own keeps its name.
+    return {label: name or label for label, name in short.items()}, ", ".join(shared)
 
 
 def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:

@@ -5,7 +5,10 @@ const Charts = (() => {
   const STRAGGLER_RATIO = 1.35;   // steps slower than this times the slowest lane's 95th percentile are counted, not drawn
   const MOST_NUMBERED = 10;       // more numbers than this on one set of curves would cover them
   const MOST_NUMBERED_RANKS = 16;
+  const LINE = 15;                // pixels of a line of text
   const style = { fontSize: "12px", background: "none", color: "var(--ink)", overflow: "visible" };
+
+  const halo = { fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4 }; // of texts: lines behind them end there
 
   const colours = chart => new Map(chart.series.map(s => [s.name, `var(--s${s.colour})`]));
   const spoken = v => Math.abs(v) >= 1e4 && v % 100 === 0 ? d3.format("~s")(v) : d3.format(",~g")(+v.toPrecision(6));
@@ -54,11 +57,11 @@ const Charts = (() => {
         if (p.group && p.group !== group) {
           const lines = wrapped(p.group, room - 8, 600);
           headings.push({ y: y + 5, text: lines.join("\n") });
-          y += 10 + 13.5 * lines.length;
+          y += 10 + LINE * lines.length;
         }
         group = p.group;
         const label = p.faint ? [] : above ? wrapped(p.label, room - 8) : [p.label];
-        if (above) y += 13.5 * label.length + (label.length ? 2 : 0);
+        if (above) y += LINE * label.length + (label.length ? 4 : 0);
         lanes.set(key, { y, height: p.faint ? 9 : 20, label: label.join("\n"), points: [] });
         y += p.faint ? 14 : above ? 25 : 26;
         if (p.faint) y += 3; else if (points.some(q => q.faint)) y -= 4;
@@ -80,12 +83,11 @@ const Charts = (() => {
     const names = plan.rows.filter(r => r.label);
     return [
       plan.above
-        ? Plot.text(names, { frameAnchor: "left", y: r => r.y - 3, text: "label", textAnchor: "start", lineAnchor: "bottom", lineHeight: 1.1 })
+        ? Plot.text(names, { frameAnchor: "left", y: r => r.y - 5, text: "label", textAnchor: "start", lineAnchor: "bottom", lineHeight: LINE / 12, ...halo })
         : Plot.text(names, { frameAnchor: "left", y: r => r.y + r.height / 2, text: "label", textAnchor: "end", dx: -8 }),
       Plot.text(plan.headings, {
-        frameAnchor: "left", y: "y", text: "text", textAnchor: "start", lineAnchor: "top", lineHeight: 1.1,
-        fill: "var(--quiet)", fontWeight: 600,
-        stroke: "var(--paper)", strokeWidth: 4, dx: plan.above ? 0 : 4 - plan.left,
+        frameAnchor: "left", y: "y", text: "text", textAnchor: "start", lineAnchor: "top", lineHeight: LINE / 12,
+        ...halo, fill: "var(--quiet)", fontWeight: 600, dx: plan.above ? 0 : 4 - plan.left,
       }),
     ];
   }
@@ -111,8 +113,7 @@ const Charts = (() => {
   function ruleMarks(rules) {
     return rules.flatMap(rule => [
       Plot.ruleX([rule.y], { stroke: "var(--ink)", strokeDasharray: "4 3" }),
-      Plot.text([rule], { x: "y", frameAnchor: "bottom", dy: -2, dx: -5, text: "label", textAnchor: "end",
-        stroke: "var(--paper)", strokeWidth: 4, fill: "var(--ink)" }),
+      Plot.text([rule], { x: "y", frameAnchor: "bottom", dy: -2, dx: -5, text: "label", textAnchor: "end", ...halo }),
     ]);
   }
 
@@ -130,7 +131,7 @@ const Charts = (() => {
         stroke: "var(--ink)", strokeWidth: 1.3 })),
       Plot.ruleX(marks.filter(m => m.p.expected != null), { x: m => m.p.expected, y1: "y", y2: m => m.y + m.height,
         stroke: "var(--ink)", strokeWidth: 2 }),
-      Plot.text(marks, { x: "end", y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 7 }),
+      Plot.text(marks, { x: "end", y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 7, ...halo }),
       ...ruleMarks(chart.rules ?? []),
     ]);
     return drawn(svg, marks.map(m => hit(m.p, svg, m.p.y, m.y + m.height / 2, m)), plan);
@@ -150,7 +151,7 @@ const Charts = (() => {
       Plot.rect(parts, { x1: "from", x2: "to", y1: d => d.row.y, y2: d => d.row.y + d.row.height,
         fill: d => fill.get(d.p.series), fillOpacity: d => d.p.faint ? .5 : 1, insetRight: .5 }),
       Plot.text(ends, { x: "to", y: d => d.row.y + d.row.height / 2, text: d => d.p.text, textAnchor: "start", dx: 7,
-        fill: d => d.p.faint ? "var(--quiet)" : "var(--ink)", fontSize: 11.5 }),
+        ...halo, fill: d => d.p.faint ? "var(--quiet)" : "var(--ink)", fontSize: 11.5 }),
       ...ruleMarks(chart.rules ?? []),
     ]);
     return drawn(svg, parts.map(d => hit(d.p, svg, (d.from + d.to) / 2, d.row.y + d.row.height / 2,
@@ -168,7 +169,8 @@ const Charts = (() => {
   function spanLanes(chart, points, room) {
     const plan = layout(points, room), fill = colours(chart), rules = chart.rules ?? [];
     const marks = plan.rows.map(r => ({ ...r, p: r.points[0], low: r.points[0].low ?? r.points[0].y, high: r.points[0].high ?? r.points[0].y }));
-    const [least, most] = d3.extent([...marks.flatMap(m => [m.low, m.high]), ...rules.map(r => r.y)]);
+    // Noise of a hundredth of a percent must not fill the room.
+    const [least, most] = d3.extent([...marks.flatMap(m => [m.low, m.high]), ...rules.map(r => r.y), ...(chart.y.unit === "%" ? [-1, 1] : [])]);
     const edge = (most - least) * .04 || 1, inner = room - plan.left - 8;
     const beside = d3.max(marks, m => width(m.p.text)) + 16;
     const end = least - edge + (most - least + 2 * edge) / (1 - Math.min(beside / inner, .5));
@@ -176,7 +178,7 @@ const Charts = (() => {
       ...rules.map(rule => Plot.ruleX([rule.y], { stroke: "var(--ink)", strokeDasharray: "4 3" })),
       Plot.ruleY(marks, { y: m => m.y + m.height / 2, x1: "low", x2: "high", stroke: m => fill.get(m.p.series), strokeWidth: 2.2 }),
       Plot.dot(marks, { x: m => m.p.y, y: m => m.y + m.height / 2, r: 4, fill: m => fill.get(m.p.series) }),
-      Plot.text(marks, { x: most + edge, y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 6 }),
+      Plot.text(marks, { x: most + edge, y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 6, ...halo }),
     ]);
     return drawn(svg, marks.map(m => hit(m.p, svg, m.p.y, m.y + m.height / 2, m)), plan);
   }
@@ -210,7 +212,7 @@ const Charts = (() => {
       Plot.rect(lanes, { x1: s => s.box[1], x2: s => s.box[3], y1: s => s.y + 1, y2: s => s.y + 11,
         fill: s => fill.get(s.p.series), stroke: "var(--ink)", strokeWidth: .8 }),
       Plot.ruleX(lanes, { x: s => s.box[2], y1: s => s.y - 2, y2: s => s.y + 14, stroke: "var(--ink)", strokeWidth: 2 }),
-      Plot.text(lanes, { x: most + edge, y: s => s.y + 7, text, textAnchor: "start", dx: 6 }),
+      Plot.text(lanes, { x: most + edge, y: s => s.y + 7, text, textAnchor: "start", dx: 6, ...halo }),
     ]);
     return drawn(svg, lanes.map(s => hit(s.p, svg, s.box[2], s.y + 6, s)), plan);
   }
@@ -283,12 +285,12 @@ const Charts = (() => {
     const boxes = points.map(p => { const [x, y] = pixels(p); return { from: x - 7, to: x + 7, top: y - 7, bottom: y + 7 }; });
     const found = [];
     for (const p of points.filter(q => q.text)) {
-      const [x, y] = pixels(p), long = width(p.text);
+      const [x, y] = pixels(p), long = width(p.text) * 13 / 12;
       const places = [[10, 0, "start"], [-10, 0, "end"], [0, -15, "middle"], [0, 15, "middle"], [10, -12, "start"], [10, 12, "start"], [-10, -12, "end"], [-10, 12, "end"]];
       for (const [dx, dy, textAnchor] of places) {
         const from = x + dx - (textAnchor === "end" ? long : textAnchor === "middle" ? long / 2 : 0);
         const box = { from, to: from + long, top: y + dy - 7, bottom: y + dy + 7 };
-        if (box.to > room + 10 || from < -36) continue;
+        if (box.to > room + 10 || from < 2) continue;
         if (boxes.some(b => b.from < box.to && box.from < b.to && b.top < box.bottom && box.top < b.bottom)) continue;
         boxes.push(box);
         found.push({ p, dx, dy, textAnchor });
@@ -332,6 +334,8 @@ const Charts = (() => {
     const joined = kind("joined"), wide = joined.filter(p => p.low != null && p.high > p.low);
     const place = chart.x.scale === "nines" ? nines : v => v, x = p => place(p.x);
     const scale = axis => ({ type: axis.scale === "linear" || axis.scale === "nines" ? "linear" : "log", ...(axis.scale === "log2" ? { base: 2 } : {}) });
+    // From bytes to gigabytes per second, prefixes are shorter than zeros.
+    const isRate = chart.y.unit === "GB/s" && chart.y.scale !== "linear" && domains.y[0] < .01;
     const tick = axis => axis.scale === "nines" ? v => spoken(percent(v)) : axis.ticks === "bytes" ? bytes : spoken;
     const rules = (chart.rules ?? []).filter(r => !r.group || r.group === (points[0].group ?? ""));
     const levels = rules.filter(r => !r.upright), trails = kind("trail"), stretch = stretches(trails);
@@ -346,10 +350,10 @@ const Charts = (() => {
       x: { ...scale(chart.x), domain: domains.x, axis: null }, y: { ...scale(chart.y), domain: domains.y, axis: null },
       marks: [
         Plot.gridY({ ticks: yTicks, stroke: "var(--line)", strokeOpacity: 1 }),
-        Plot.axisY({ ticks: yTicks, tickSize: 0, label: null, tickFormat: spoken, color: "var(--quiet)" }),
+        Plot.axisY({ ticks: yTicks, tickSize: 0, label: null, tickFormat: isRate ? v => d3.format("~s")(v * 1e9) : spoken, color: "var(--quiet)" }),
         Plot.axisX({ ticks: ticks.map(place), tickSize: 4, label: null, tickFormat: tick(chart.x), color: "var(--quiet)" }),
         Plot.text([chart.x.label], { frameAnchor: "bottom-right", text: d => d, dy: 33, textAnchor: "end", fill: "var(--quiet)" }),
-        Plot.text([chart.y.label], { frameAnchor: "top-left", text: d => d, dy: -20, dx: -40, textAnchor: "start", fill: "var(--quiet)" }),
+        Plot.text([isRate ? "B/s" : chart.y.label], { frameAnchor: "top-left", text: d => d, dy: -20, dx: -40, textAnchor: "start", fill: "var(--quiet)" }),
         Plot.areaY(kind("area"), { x, y1: "low", y2: "high", z: "series", fill: p => stroke.get(p.series), fillOpacity: p => stroke.get(p.series) === "var(--s15)" ? .2 : .75 }),
         ...uprights(rules.filter(r => r.upright), domains.x, room - 60),
         Plot.ruleY(levels, { y: "y", stroke: "var(--ink)", strokeDasharray: "4 3" }),

@@ -220,7 +220,8 @@
   function legend(chart, points) {
     const shown = new Set(points.map(p => p.series)), series = chart.series.filter(s => shown.has(s.name));
     const lanes = chart.kind === "bars" || chart.kind === "dots"; // these are named beside their lane
-    const named = points.every(p => p.drawn === "curve" || (p.drawn === "mark" && p.text === p.series)); // beside its mark
+    const marks = points.filter(p => p.drawn !== "curve");
+    const named = marks.length && marks.every(p => p.drawn === "mark" && p.text === p.series); // beside its mark
     if (lanes || named || series.length < 2) return [];
     const stroke = chart.kind === "lines" ? "stroke" : "";
     return [make("div", { className: "legend" }, ...series.map(s => {
@@ -415,6 +416,7 @@
   addEventListener("hashchange", unfold);
   document.addEventListener("click", event => { if (event.target.closest('a[href^="#cell-"]')) setTimeout(unfold); });
 
+  const MOST_CARDS = 8, FEW_MORE = 4; // the first is as in page.css
   /** On a phone each row is a card that names its values; the first text is its title. */
   function cards(table) {
     const heads = [...table.tHead.rows[0].cells].map(head => head.textContent === "#" ? "rank" : [...head.childNodes].map(n => n.textContent).join(", "));
@@ -424,6 +426,12 @@
     for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => {
       if (i === title) cell.classList.add("title"); else cell.dataset.label = heads[i];
     });
+    const count = table.tBodies[0].rows.length;
+    if (count <= MOST_CARDS + FEW_MORE) return;
+    table.classList.add("long");
+    const more = tool(`Show all ${count}`, () => { table.classList.remove("long"); more.remove(); });
+    more.className = "more-cards";
+    (table.parentElement.nextElementSibling?.matches(".table-tools") ? table.parentElement.nextElementSibling : table.parentElement).append(more);
   }
 
   pickable();
