@@ -270,8 +270,14 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
     ):
         notes.append(f"the weights of {', '.join(map(str, shapes))} are random: only the shape of the model was used")
     notes += sorted({note for cell in cells if not cell.spec.script and (note := _beyond_context(cell.spec))})
-    if any(e is not None and c.spec.script and e.settings.get("data") == "samples" for c, e in evidence):
+    data = {e.settings.get("data") for c, e in evidence if e is not None and c.spec.script}
+    if "samples" in data:
         notes.append("a script was given no token ids: each of its samples counts as one token")
+    if "unseen" in data:
+        notes.append(
+            "the forward passes of a script are inside of what torch.compile compiles, where its data cannot be seen: "
+            "each of its micro batches counts as one token"
+        )
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)
         why = "no run has a step beyond its warm-up" if sound else "no run ended ok with a valid certificate"

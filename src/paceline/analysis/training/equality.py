@@ -291,7 +291,8 @@ def _norms_differ(run: Observed, baseline: Observed) -> str | None:
 
 def _dtypes(run: Observed) -> str | None:
     first = run.evidence.get(0)
-    return first.dtypes.get("compute") if first else None
+    dtype = first.dtypes.get("compute") if first else None
+    return None if dtype == "unknown" else dtype
 
 
 def _loss_source(run: Observed) -> str | None:

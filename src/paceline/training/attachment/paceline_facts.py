@@ -65,6 +65,22 @@ def copy_loss(loss: Any) -> Any:
 # --- model and optimizer ---
 
 
+def owner_of(optimizer: Any) -> Any:
+    """The smallest module with every weight of the optimizer, of equal ones the innermost; None if there is none."""
+    import gc
+
+    import torch
+
+    wanted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    owners = {}
+    # The type itself: a weak reference would look at what it refers to.
+    for module in (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)):
+        weights = {id(weight) for weight in module.parameters()}
+        if wanted <= weights:
+            owners[module] = len(weights), sum(1 for _ in module.modules())
+    return min(owners, key=owners.__getitem__, default=None)
+
+
 def about(root: Any, optimizer: Any) -> dict[str, Any]:
     """Parameters, dtypes, optimizer and wrapper."""
     sizes: dict[str, int] = {}

@@ -3,7 +3,9 @@
     no step ── forward of a module that learns ── step open ── optimizer step ── step closed ── next forward ── written
 
 A step ends with the last optimizer step before the next forward pass, so several optimizers, or the parts of a sharded
-one, make one step. Nothing is printed, no device is waited for, and an error of the observer never reaches the script.
+one, make one step. Forward passes inside of what torch.compile compiles cannot be seen; there, backward passes mark the
+steps, and the data are unknown. Nothing is printed, no device is waited for, and an error of the observer never reaches
+the script.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Observer:
         self.file: Any = None
         self.rank = 0
         self.root: Any = None
+        self.is_blind = False
         self.depth = 0
         self.handles: list[Any] = []
         self.step: Step | None = None
@@ -128,25 +131,28 @@ class Observer:
     def adopt(self, module: Any, args: Any) -> None:
         """Take the largest module that is called by itself and learns as the model of the script."""
         size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        if not size or (self.root is not None and size <= self.facts["size"]):
+        if not size or self.is_blind or (self.root is not None and size <= self.facts["size"]):
             return
         self.unhook_model()
-        first = next(p for p in module.parameters() if p.requires_grad)
-        if first.device.type == "cuda" and isinstance(self.clock, HostClock):
-            self.clock, self.optimizer_began = CudaClock(), None
-            if self.step is not None:
-                self.step.begin = self.clock.mark()
+        device = next(p for p in module.parameters() if p.requires_grad).device.type
+        self.use_clock_of(device)
         if self.step is not None and self.root is not None:
             # A smaller module was called first; what it was given is not the batch.
             self.step.batches.clear()
         self.root = module
-        self.facts |= {"size": size, "device": first.device.type}
+        self.facts |= {"size": size, "device": device}
         self.hook_model()
         # The hooks of this call were collected before these were added.
         self.before_forward(module, args, {}, is_first=True)
         if hasattr(module, "_orig_mod"):
             # A compiled module: global hooks would become part of what is compiled.
             self.stop_discovery()
+
+    def use_clock_of(self, device: str) -> None:
+        if device == "cuda" and isinstance(self.clock, HostClock):
+            self.clock, self.optimizer_began = CudaClock(), None
+            if self.step is not None:
+                self.step.begin = self.clock.mark()
 
     def hook_model(self) -> None:
         self.handles = [
@@ -248,13 +254,35 @@ class Observer:
 
     # --- hooks on backward, clipping and the optimizer ---
 
-    def before_backward(self) -> Any:
+    def before_backward(self, tensors: Any) -> Any:
         """The mark at which an outermost backward pass begins; None for one inside another."""
         import torch
 
         self.backward_depth += 1
-        is_outer = self.backward_depth == 1 and self.step is not None and not torch.compiler.is_compiling()
-        return self.clock.mark() if is_outer else None
+        if self.backward_depth > 1 or torch.compiler.is_compiling():
+            return None
+        if self.root is None or self.is_blind:
+            self.begin_blindly(tensors)
+        return self.clock.mark() if self.step is not None else None
+
+    @guarded
+    def begin_blindly(self, tensors: Any) -> None:
+        """Count a micro batch whose forward pass could not be seen, and begin a step with the first of them."""
+        loss = _first(tensors)
+        if not self.is_blind:
+            if not hasattr(loss, "device"):
+                return
+            self.is_blind = True
+            self.facts["device"] = loss.device.type
+            self.use_clock_of(loss.device.type)
+            if self.early is not None:
+                self.root = facts.owner_of(self.early)
+        if not self.is_tracked:
+            self.close_step()
+        if self.step is None:
+            self.open_step(self.clock.mark())
+        self.sources["unseen"] += 1
+        cast(Step, self.step).batches.append(Batch(1, 1, 1))
 
     def after_backward(self, begin: Any, tensors: Any) -> None:
         self.backward_depth -= 1
@@ -269,13 +297,15 @@ class Observer:
         if self.optimizer_began is not None:
             # A closure, as in Lightning: the optimizer's own work begins after its backward pass.
             self.optimizer_began = end
-        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        loss = _first(tensors)
         if not step.losses and getattr(loss, "numel", lambda: 0)() == 1:
             step.backward_losses.append(facts.copy_loss(loss))
 
     @guarded
     def before_step(self, optimizer: Any, *_: object) -> None:
         self.optimizer_began = self.clock.mark()
+        if self.root is None and self.is_blind:
+            self.root = facts.owner_of(optimizer)
         if self.root is None:
             # Its closure will run the first forward pass.
             self.early = optimizer
@@ -295,7 +325,7 @@ class Observer:
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
-        self.facts |= facts.about(self.root, optimizer)
+        self.facts |= facts.about(self.root, optimizer) | ({"compiled": True} if self.is_blind else {})
         self.facts["autocast"] = self.facts.get("autocast") or facts.hidden_autocast(self.root)
         self.facts["weights"] = digests.weights_of(self.root.named_parameters())
         self.facts["flags"] = facts.precision_flags()
@@ -489,6 +519,10 @@ class Observer:
             self.write_facts(crash=self.facts["crash"])
 
 
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+
+
 observer: Observer | None = None
 
 
@@ -534,7 +568,7 @@ def wrap_public_functions(torch: Any, own: Observer) -> None:
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        begin = own.before_backward()
+        begin = own.before_backward(tensors)
         try:
             return backward(tensors, *args, **kwargs)
         finally:

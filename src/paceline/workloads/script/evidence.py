@@ -19,14 +19,16 @@ def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat, trace: str 
     """
     weights: Mapping[str, str] = facts.get("weights") or {}
     dtypes = dict(facts.get("dtypes") or {})
-    dtypes["compute"] = facts.get("autocast") or dtypes.get("parameters", "unknown")
     sources = facts.get("sources") or {}
+    # Autocast around a forward pass that could not be seen could not be seen either.
+    plain = "unknown" if sources.get("unseen") else dtypes.get("parameters", "unknown")
+    dtypes["compute"] = facts.get("autocast") or plain
     losses = [name.partition(":")[2] for name in sources if name.startswith("loss:")]
     settings = {
         "wrapper": facts.get("wrapper", "none"),
         "compile": bool(facts.get("compiled")),
         "loss": losses[0] if len(losses) == 1 else "several" if losses else "none",
-        "data": "tokens" if sources.get("tokens") else "samples",
+        "data": "unseen" if sources.get("unseen") else "tokens" if sources.get("tokens") else "samples",
         "frozen_parameters": facts.get("frozen_parameters", 0),
         "rates": facts.get("rates"),
         **({"observer": facts["broken"]} if facts.get("broken") else {}),

@@ -1,0 +1,79 @@
+"""Forward passes inside of what torch.compile compiles: steps, losses and weights are observed, the data are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from script_records import observe_code
+
+from paceline.contract import Seat
+from paceline.workloads.script.evidence import evidence_of
+from paceline.workloads.script.process import read_facts
+
+pytestmark = pytest.mark.slow
+
+# Rank 0 compiles nothing, rank 1 a function that calls the model, rank 2 the model in place and gives a closure.
+TRAIN = """
+import os, sys
+import torch, torch._dynamo
+
+children = [child := os.fork()]
+children += [child := os.fork()] if child else []
+rank = 0 if child else len(children)
+os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "3"
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(40, 8), torch.nn.Flatten(), torch.nn.Linear(48, 40))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+batches = torch.Generator().manual_seed(1)
+
+
+def loss_of(ids):
+    return torch.nn.functional.cross_entropy(model(ids), ids[:, 0])
+
+
+if rank == 1:
+    loss_of = torch.compile(loss_of, backend="eager")
+if rank == 2:
+    model.compile(backend="eager")
+
+
+def compute():
+    for micro in range(2):
+        loss_of(torch.randint(0, 40, (3, 6), generator=batches)).backward()
+
+
+for step in range(5):
+    if rank == 2:
+        optimizer.step(compute)
+    else:
+        compute()
+        optimizer.step()
+    optimizer.zero_grad()
+if rank == 0:
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+
+
+def test_steps_are_seen_by_their_backward_passes(tmp_path: Path) -> None:
+    observe_code(TRAIN, folder=tmp_path)
+    steps, facts = [], []
+    for rank in range(3):
+        lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
+        steps.append([line for line in lines if line["kind"] == "step"])
+        facts.append(read_facts(tmp_path, rank))
+    losses = [[line["loss"] for line in lines] for lines in steps]
+    assert len(losses[0]) == 5
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses[0] == pytest.approx(losses[2])
+    assert [each["broken"] for each in facts] == [None] * 3
+    for rank, (lines, own) in enumerate(zip(steps, facts, strict=True)):
+        assert {line["micro_batches"] for line in lines} == {2}
+        assert {line["tokens"] for line in lines} == {36 if rank == 0 else 2}
+        assert all(bool(line["data_digest"]) == (rank == 0) for line in lines)
+        assert own["weights"] == facts[0]["weights"]
+        assert own["final_weights"] == facts[0]["final_weights"] != own["weights"]
+        found = evidence_of(own, 1.0, Seat(rank=rank, local_rank=rank, world_size=3, device="cpu"))
+        assert found.settings["data"] == ("tokens" if rank == 0 else "unseen")
+        assert found.dtypes["compute"] == ("fp32" if rank == 0 else "unknown")
