@@ -68,7 +68,7 @@ def write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
 
     file = folder / "many.yaml"
     file.write_text("name: many\nbase: {model: tiny, sequence_length: 64, precision: fp32, device: cpu}\n")
-    sizes = list(range(1, runs // 25 + 1))
+    sizes = list(range(1, -(-runs // 25) + 1))
     settings = [
         f"steps={steps}", f"processes={ranks}", "reference_steps=10", "repeats=5", f"micro_batch={sizes}",
         "strategy=[ddp, fsdp2, 'zero:stage=1', 'zero:stage=2', 'zero:stage=3']",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import os
 import shutil
@@ -658,3 +659,25 @@ def test_sizes_are_read_in_bytes(chromium: Any, pictured: Callable[[str], Path])
     assert "NaN" not in text
     shut = "return document.querySelectorAll('#machine > details').length"
     assert chromium.execute_script(shut) <= 10, "119 tables are behind one line"
+
+
+# --- many runs ---
+
+
+@pytest.mark.exhaustive
+def test_504_runs_are_one_page_that_can_be_used(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of `benchmarks/page.py`; how long it takes is measured there."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    importlib.import_module("report").write_store(tmp_path, 504, steps=12, ranks=2)
+    records, skipped = read_experiment(tmp_path / "many")
+    (path,) = html.export(build(records, title="many", skipped=skipped), tmp_path)
+    assert path.stat().st_size < 5e6
+    load(chromium, path)
+    assert len(all_of(chromium, "details.cell")) == 105, "shuffled, of 5 repeats of each"
+    assert len(shown(chromium, "#ranking tbody tr")) == 105
+    choose(chromium, "strategy", "fsdp2")
+    assert len(shown(chromium, "#ranking tbody tr")) == 21
+    wait_for(lambda: chromium.find_element("id", "count").text == "21 of 105 cells")
+    with sized(chromium, 400, 860):
+        wait_for(lambda: chromium.execute_script("return document.documentElement.scrollWidth") == 400)
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []

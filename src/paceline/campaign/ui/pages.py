@@ -17,6 +17,7 @@ from paceline.results.campaign_file import CampaignView
 from paceline.wording import MISSING, format_duration
 
 MOST_ROWS = 500
+NOT_YET = "open its report: answers are not computed while a campaign runs"
 # What the map of nodes can show, by the column of the live events.
 GAUGES = {
     "utilisation": "utilisation",
@@ -119,13 +120,15 @@ def _campaign_row(campaign: Campaign, view: CampaignView, at: float | None, know
     if ended:
         more += f'<a href="{link(campaign, "report")}">report</a>'
     # Answers are computed on demand, but not while a campaign is running: this host may be the one that it measures.
-    answer = f' data-answer="{link(campaign, "headline")}"' if ended and known is None and not is_busy else ""
+    is_asked = bool(ended) and known is None and not view.running
+    answer = f' data-answer="{link(campaign, "headline")}"' if is_asked and not is_busy else ""
+    text = escape(known or _now(view)) or (f'<span class="quiet">{NOT_YET}</span>' if is_asked and is_busy else "")
     target = link(campaign, "report") if ended and not view.running else link(campaign, "live" if view.running else "")
     return (
         f"<tr><td class=n>{_tick(campaign.slug, campaign.title)}</td>"
         f'<td class="w"><a href="{target.rstrip("/")}"><b>{escape(campaign.title)}</b></a>'
         f'<small class="links">{more}</small></td>'
-        f'<td class="prose answer"{answer}>{escape(known or _now(view))}</td>'
+        f'<td class="prose answer"{answer}>{text}</td>'
         f'<td class="prose">{state}</td><td class="n">{count}</td>'
         f"{_when(at)}</tr>"
     )
@@ -263,7 +266,7 @@ def live(campaign: Campaign, links: str) -> str:
         '<div class="scroll wide" id="ended"><p class="quiet">No run has ended yet.</p></div></section>'
         f"<section><h2>Log</h2>{log_panel('', None, 1)}</section></div>"
     )
-    return page(f"{campaign.title}, live", _chip("live"), body, links, ("live.js",))
+    return page(campaign.title, _chip("live"), body, links, ("live.js",))
 
 
 def log(row: RunRow, rank: int | None, ranks: int, links: str) -> str:
