@@ -64,7 +64,7 @@ def provenance(table: Path, rows: Sequence[Row]) -> dict[str, object]:
     counts = collections.Counter(one.source for one in rows)
     return {
         "script": "benchmarks/fit_prediction.py",
-        "version": "1",
+        "version": "2",
         "table": table.name,
         "table_sha256": hashlib.sha256(table.read_bytes()).hexdigest(),
         "rows": len(rows),
@@ -99,7 +99,7 @@ def tuned_text(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
     """The sources of fine-tuning programs, which have parameters and a factor of their own."""
     note = (
         "Plain fine-tuning programs (LoRA and QLoRA with transformers, PEFT and bitsandbytes) have three parameters "
-        "and a conformal factor of their own, from two sources. They are not part of the other tables."
+        "and a conformal factor\nof their own, from two sources. They are not part of the other tables."
     )
     return f"{note}\n\n{source_table(rows, fits)}"
 

@@ -50,6 +50,11 @@ def add_serving(verb: Parser) -> None:
     )
     verb.add_argument("--ttft", type=float, metavar="S", help="with --serving: the most seconds to the first token")
     verb.add_argument("--tpot", type=float, metavar="S", help="with --serving: the most seconds per further token")
+    verb.add_argument(
+        "--endpoint",
+        metavar="TEXT",
+        help="with --serving: what serves behind the URL of anchors: gpu=h200,tp=2,precision=fp8,model=llama-8b",
+    )
 
 
 def add_question(verb: Parser, *, several: bool = False) -> None:
@@ -256,6 +261,7 @@ def serving_options(arguments: argparse.Namespace) -> int:
     from paceline.experiment.choices import Choice
     from paceline.models import arithmetic
     from paceline.prediction import hardware, serving
+    from paceline.prediction.served_anchors import parse_endpoint
     from paceline.report.tables import predictions as tables
     from paceline.report.terminal import Fitted
 
@@ -264,8 +270,10 @@ def serving_options(arguments: argparse.Namespace) -> int:
     require(valid, "--serving", arguments.serving, "tokens of prompt and answer, such as 1000/200")
     kinds = serving.WEIGHT_BYTES
     require(arguments.precision in kinds, "--precision", arguments.precision, ", ".join(kinds))
-    anchors = read_known(arguments.anchor).served
-    require(bool(anchors) or not arguments.anchor, "--anchor", ", ".join(arguments.anchor), "served runs or rows")
+    endpoint = None if arguments.endpoint is None else parse_endpoint(arguments.endpoint)
+    anchors = read_known(arguments.anchor, endpoint).served
+    expected = "served runs or rows; for runs against a URL add --endpoint gpu=NAME"
+    require(bool(anchors) or not arguments.anchor, "--anchor", ", ".join(arguments.anchor), expected)
     measured = [(one.served, one.tokens_per_s) for one in anchors]
     found = []
     for gpu in words_of(arguments.gpu):

@@ -25,8 +25,8 @@ ANCHORS = (0, 1, 4)
 # vtrain-single is affine in its micro batches and layers to 1e-5, so probably composed from profiles.
 MOST_ROWS = {"vtrain-single": 30.0}
 EVERY = {"vtrain-single": 20}
-# Two revisions of one benchmark page are one source when one is left out.
-SAME_SOURCE = {"llm-foundry-superseded": "llm-foundry"}
+# Two revisions of one benchmark page, and the programs of one collection, are one source when one is left out.
+SAME_SOURCE = {"llm-foundry-superseded": "llm-foundry", "dgxc/maxtext": "dgxc", "dgxc/paxml": "dgxc"}
 _DRAWS = 6
 # Parameters that only fine-tuning programs have.
 TUNED = ("peft", "peft_launch", "expand")
@@ -156,9 +156,11 @@ def score(name: str, fitted: Fitted, rows: Sequence[Row], count: int, draws: int
 
 
 def clusters(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows by kind of GPU."""
-    names = dict.fromkeys(one.setup.gpu.name for one in rows)
-    return [[one for one in rows if one.setup.gpu.name == name] for name in names]
+    """The rows by kind of GPU and program."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for one in rows:
+        found.setdefault((one.setup.gpu.name, one.setup.software.name), []).append(one)
+    return list(found.values())
 
 
 def _predicted(
@@ -247,7 +249,7 @@ def choice(name: str, fitted: Fitted, rows: Sequence[Row]) -> Choice | None:
     for position, one in enumerate(rows):
         s = one.setup
         key = (s.shape.name, s.shape.layers, s.gpu.name, s.gpus, s.sequence_length, s.fp8, s.has_adapters)
-        groups.setdefault((one.source, *key), []).append(position)
+        groups.setdefault((one.source.partition("/")[0], *key), []).append(position)
     right = pairs = 0
     regrets, randoms = [], []
     for members in groups.values():

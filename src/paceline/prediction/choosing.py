@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.prediction import stored
+from paceline.prediction.experiment_file import runnable
 from paceline.prediction.layouts import is_close
 from paceline.prediction.offsets import NORMAL_90, Anchor
 from paceline.prediction.predict import MEASURING_S, Prediction, predict
@@ -85,7 +86,7 @@ class Decision:
     def to_measure(self) -> tuple[Option, ...]:
         """The best and what may be as good, of which a measurement decides; none if the best is clear.
 
-        Layouts that are predicted equal and differ only in how they shard are measured once.
+        Layouts that are predicted equal and differ only in how they shard are measured once, by one that Paceline runs.
         """
         chosen: dict[tuple[object, ...], Option] = {}
         for one in (*self.options[:1], *self.close):
@@ -94,7 +95,9 @@ class Decision:
                 # Its interval is wide by assumption, and there is a layout without it.
                 continue
             cost = round(math.log(objective(one, self.by)) / EQUAL)
-            chosen.setdefault((s.gpu.name, s.gpus, s.tp, s.pp, s.cp, s.quantised, cost), one)
+            key = (s.gpu.name, s.gpus, s.tp, s.pp, s.cp, s.quantised, cost)
+            if key not in chosen or (runnable(chosen[key].prediction.setup) and not runnable(s)):
+                chosen[key] = one
         return tuple(chosen.values())[:MOST_RUNS] if len(chosen) > 1 else ()
 
 

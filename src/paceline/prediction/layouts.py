@@ -9,7 +9,7 @@ from paceline.prediction import memory
 from paceline.prediction.hardware import CPU
 from paceline.prediction.offsets import Anchor, Observation
 from paceline.prediction.predict import Prediction, predict
-from paceline.prediction.setup import Setup
+from paceline.prediction.setup import CHECKPOINTING, Setup
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 DEGREES = (1, 2, 4, 8, 16)
@@ -17,6 +17,8 @@ CONTEXT_FROM = 32_768
 # A layout is equal to the best if its interval relative to the best contains no difference. Layouts on one cluster
 # share its offsets, so their ratio is known better than each of them: this much of the half-width is their own.
 OWN_SHARE = 0.35
+# Variants of a layout whose predictions differ by less are the same: the one that recomputes least counts.
+SAME = 0.005
 
 
 def enumerate_layouts(
@@ -97,15 +99,22 @@ def rank(
     fitting = [one for one in setups if memory.fits(one)]
     predictions = sorted(predict(fitting, anchors, observations), key=cost_of)
     # The best micro batch and checkpointing of each layout; the others are variants of it.
-    first: dict[tuple[object, ...], Prediction] = {}
+    variants: dict[tuple[object, ...], list[Prediction]] = {}
     for one in predictions:
-        first.setdefault((one.setup.gpu.name, one.setup.gpus, one.setup.layout, one.setup.quantised), one)
-    if not first:
+        key = (one.setup.gpu.name, one.setup.gpus, one.setup.layout, one.setup.quantised)
+        variants.setdefault(key, []).append(one)
+    if not variants:
         return None
-    best, *others = first.values()
+    best, *others = sorted(map(_simplest, variants.values()), key=cost_of)
     close = tuple(one for one in others if is_close(best, one))
     rest = tuple(one for one in others if one not in close)
     return Ranked(best=best, close=close, rest=rest, enumerated=len(setups), fitting=len(fitting))
+
+
+def _simplest(variants: Sequence[Prediction]) -> Prediction:
+    """Of the variants that are as fast as the first, which is the fastest, the one that recomputes least."""
+    same = [one for one in variants if cost_of(one) <= cost_of(variants[0]) * (1 + SAME)]
+    return min(same, key=lambda one: CHECKPOINTING.index(one.setup.checkpointing))
 
 
 def cost_of(one: Prediction) -> float:

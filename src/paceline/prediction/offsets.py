@@ -40,7 +40,7 @@ _LENGTHS = {
 }
 _WORDS = ("fp8", "fp8_rowwise", "full", "selective", "adapted", "zero3", "hybrid", "compiled", "async_tp")
 NORMAL_90 = 1.645
-# Added for a CPU, and for offload to one, which no published row is about: assumptions, no calibration.
+# Added for a CPU, for offload to one and for mixtures of experts, which no published row is about: an assumption.
 UNCALIBRATED = 0.3
 
 
@@ -79,6 +79,16 @@ def similarity(a: Columns, b: Columns) -> Array:
     return np.asarray(np.exp(-distance / 2))
 
 
+def shared_error(a: Columns, b: Columns) -> Array:
+    """Covariance of what the model gets wrong in the same way for two setups."""
+    spread = SHARED**2 + UNCALIBRATED**2 * _uncalibrated(a)[:, None] * _uncalibrated(b)[None, :]
+    return np.asarray(spread * similarity(a, b))
+
+
+def _uncalibrated(c: Columns) -> Array:
+    return np.asarray(np.maximum.reduce([c["cpu"], c["offload"], c["mixture"]]))
+
+
 def _feature(c: Columns, name: str) -> Array:
     if name == "tokens":
         return np.asarray(c["micro_batch"] * c["sequence"] / c["cp"])
@@ -101,7 +111,7 @@ def posterior(
     covariance = np.diag(1 / precision)
     if not len(log_step):
         return dict(zip(OFFSETS, map(float, centre), strict=True)), covariance, log_step
-    noise = SHARED**2 * similarity(c, c) + np.diag(sd**2)
+    noise = shared_error(c, c) + np.diag(sd**2)
     parameters = by_parameter(c, fitted.values, dict.fromkeys(OFFSETS, 0.0))
     inverse = np.linalg.inv(noise + parameters @ fitted.covariance @ parameters.T)
     for _ in range(6):
@@ -134,14 +144,13 @@ def predict_columns(
     parameters, slopes = sensitivities(c, fitted.values, shift)
     variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
     variance += np.einsum("ij,jk,ik->i", parameters, fitted.covariance, parameters)
-    shared = np.full(len(mean), SHARED**2)
+    shared = SHARED**2 + (UNCALIBRATED * _uncalibrated(c)) ** 2
     if anchors is not None and count:
-        across = SHARED**2 * similarity(c, anchors)
-        inside = SHARED**2 * similarity(anchors, anchors) + np.diag(sd**2)
+        across = shared_error(c, anchors)
+        inside = shared_error(anchors, anchors) + np.diag(sd**2)
         solved = np.linalg.solve(inside, across.T)
         mean = mean + solved.T @ residual
         shared = np.maximum(shared - np.einsum("ij,ji->i", across, solved), 0)
-    variance += (UNCALIBRATED * np.maximum(c["cpu"], c["offload"])) ** 2
     factor = factor * np.where(c["peft"] > 0, fitted.tuned_scale, 1.0)
     return mean, factor * np.sqrt(variance + shared + fitted.noise**2)
 

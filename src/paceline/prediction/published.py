@@ -77,8 +77,16 @@ def row(values: Mapping[str, str]) -> Row | None:
         return None
     same = ("model", "seq_len", "gpu", "precision", "micro_batch", "tp", "pp", "cp", "activation_checkpointing", "task")
     series = "|".join(values.get(name) or "" for name in (*same, "notes"))
-    source = values.get("source_key") or values.get("source") or "imported"
+    source = _source(values)
     return Row(setup, step, source, values.get("row_id") or "", f"{source}|{series}")
+
+
+def _source(values: Mapping[str, str]) -> str:
+    """Who published the row; with the folder where a collection has a program of its own there (dgxc/maxtext)."""
+    key = values.get("source_key") or values.get("source") or "imported"
+    folder = (values.get("source") or "").partition(":")[2].partition("/")[0]
+    collected = any(f"{key}/{folder}" in row["sources"] for row in _software().values())
+    return f"{key}/{folder}" if collected else key
 
 
 def _has_layout(values: Mapping[str, str]) -> bool:
@@ -119,7 +127,7 @@ def _shape(values: Mapping[str, str]) -> Shape:
 
 def _setup(values: Mapping[str, str]) -> Setup | None:
     shape, gpu = _shape(values), hardware.accelerator(values["gpu"])
-    source = values.get("software") or values.get("framework") or values.get("source_key") or "generic"
+    source = values.get("software") or values.get("framework") or _source(values)
     try:
         program, shard = software(source)
     except RequestError:
@@ -130,11 +138,13 @@ def _setup(values: Mapping[str, str]) -> Setup | None:
     if gpus % (tp * pp * cp):
         return None
     dp = gpus // (tp * pp * cp)
+    stages = _stages(values, shape.layers // pp)
     micro, whole = _integer(values, "micro_batch", 0), _number(values, "global_batch")
     micro_batches = _number(values, "grad_accum") or 0.0
     if program.name == "torchtitan" and pp > 1:
-        # What torchtitan prints is the batch of a rank; its pipeline cuts it into single sequences.
-        micro, micro_batches = 1, float(micro)
+        # What torchtitan prints is the batch of a rank; its pipeline cuts it into one micro batch per stage.
+        micro_batches = float(min(pp * stages, micro))
+        micro = max(micro // int(micro_batches), 1)
     elif not micro:
         micro = max(int((whole or dp) // dp // (micro_batches or 1)), 1)
         micro_batches = micro_batches or 1.0
@@ -155,7 +165,7 @@ def _setup(values: Mapping[str, str]) -> Setup | None:
         tp=tp,
         pp=pp,
         cp=cp,
-        stages=_stages(values, shape.layers // pp),
+        stages=stages,
         shard=_shard(values, shard),
         fp8="fp8" in (values.get("precision") or ""),
         fp8_rowwise="rowwise" in (values.get("precision") or ""),
@@ -219,4 +229,4 @@ def _recomputing(one: Setup) -> Setup:
     """Where a row says nothing, it recomputes only if it could not have run otherwise, by a wide margin."""
     usable = memory.usable_bytes(one)
     impossible = usable is not None and memory.total(one) > CLEARLY * usable
-    return one.replaced(checkpointing="full") if impossible and not one.has_adapters else one
+    return one.replaced(checkpointing=one.software.recomputes) if impossible and not one.has_adapters else one

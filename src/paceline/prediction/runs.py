@@ -24,7 +24,7 @@ from paceline.prediction.setup import Setup
 from paceline.results.records import RunRecord, Status
 
 # How far a rate that was measured alone may differ from what a step gets; products are only a part of its level.
-OBSERVED_SD = {"network": 0.15, "level": 0.25}
+OBSERVED_SD = {"link": 0.15, "network": 0.15, "level": 0.25}
 # Messages this large measure bandwidth, not latency; products this large measure arithmetic, not memory.
 LARGE_MESSAGE_BYTES, LARGE_PRODUCT_FLOPS = 64 * 2**20, 5e11
 _SHARDS = {0: "none", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -46,11 +46,19 @@ class Measured:
 
 
 def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -> Setup | None:
-    """What a run computes, as a setup; None where it trains nothing, or in another precision than is predicted."""
+    """What a run computes, as a setup.
+
+    None where it trains nothing, is a script, whose batch is its own, or has another precision than is predicted.
+    """
     # A CPU is described by its fp32 products, a GPU by its 16-bit ones.
     on_cpu = gpu.name == hardware.CPU
     precision = spec.training.precision
-    if not spec.is_trained or precision.compute in ("tf32", "mxfp8") or (precision.base == "fp32") is not on_cpu:
+    if (
+        not spec.is_trained
+        or spec.traits.scripted
+        or precision.compute in ("tf32", "mxfp8")
+        or (precision.base == "fp32") is not on_cpu
+    ):
         return None
     try:
         dimensions = shape or arithmetic.load(spec.model)
@@ -116,8 +124,12 @@ def setup_of_record(record: RunRecord, cpu: Accelerator | None = None) -> Setup 
 
 
 def measured(record: RunRecord, cpu: Accelerator | None = None) -> Measured | None:
-    """The median step of the second half of a successful training run; None for any other run."""
-    if record.status is not Status.OK or record.is_reference or record.shares_gpu or not len(record.steps):
+    """The median step of the second half of a successful training run; None for any other run.
+
+    Runs that watch memory or search for its limit take too few steps to be timed.
+    """
+    counts = record.spec.is_certified and not record.is_reference and not record.shares_gpu
+    if record.status is not Status.OK or not counts or not len(record.steps):
         return None
     setup = setup_of_record(record, cpu)
     if setup is None:
@@ -172,9 +184,9 @@ def _network(record: RunRecord, fit: Fitted) -> Observation | None:
     topology = record.spec.topology
     link = math.exp(fit.values["link"]) * gpu.link_bytes_per_s
     node = math.exp(fit.values["nic"]) * gpu.node_bytes_per_s
-    expected = min(link, node) if topology.nodes > 1 else link
+    offset, expected = ("network", min(link, node)) if topology.nodes > 1 else ("link", link)
     value = math.log(expected / float(np.max(rates)))
-    return Observation("network", value, OBSERVED_SD["network"], record.spec.run_id)
+    return Observation(offset, value, OBSERVED_SD[offset], record.spec.run_id)
 
 
 def _level(record: RunRecord, fit: Fitted) -> Observation | None:

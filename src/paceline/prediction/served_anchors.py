@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 from paceline.models import arithmetic
 from paceline.models.shape import Shape
@@ -29,6 +29,8 @@ MODELS = {
 COLUMNS = ("model", "gpu", "n_gpus", "precision", "output_tokens_per_s")
 # Prompt and answer of rows that do not state them: single streams, where they hardly matter.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 64, 256
+# A server of the client's own machine, whose GPUs the run describes.
+LOCAL = ("localhost", "127.0.0.1", "::1")
 NS = 1e9
 
 
@@ -39,6 +41,39 @@ class ServedAnchor:
     name: str
     served: Served
     tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What serves behind a URL, which no client can see. shape: the model, where the experiment names another one."""
+
+    gpu: hardware.Accelerator
+    tp: int = 1
+    precision: str = "bf16"
+    shape: Shape | None = None
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """The endpoint of `--endpoint`.
+
+    >>> one = parse_endpoint("gpu=h200,tp=2,precision=fp8")
+    >>> (one.gpu.name, one.tp, one.precision)
+    ('h200', 2, 'fp8')
+    """
+    words = dict(word.strip().partition("=")[::2] for word in text.split(","))
+    known = {"gpu", "tp", "precision", "model"}
+    tp, precision = words.get("tp", "1"), words.get("precision", "bf16")
+    valid = words.keys() <= known and "gpu" in words and tp.isdigit() and int(tp) > 0 and precision in WEIGHT_BYTES
+    require(
+        valid, "--endpoint", text, f"gpu=NAME with tp=N, precision={'|'.join(WEIGHT_BYTES)} and model=NAME as needed"
+    )
+    shape = arithmetic.load(Choice.parse(words["model"])) if "model" in words else None
+    return Endpoint(gpu=hardware.accelerator(words["gpu"]), tp=int(tp), precision=precision, shape=shape)
+
+
+def is_behind_url(record: RunRecord) -> bool:
+    """Whether servers that others started were measured, on machines of which the run has no description."""
+    return any(one.devices is None and one.host not in LOCAL for one in record.replicas)
 
 
 def is_table(path: Path) -> bool:
@@ -81,57 +116,65 @@ def _of_row(row: dict[str, str], name: str) -> Iterator[ServedAnchor]:
         yield ServedAnchor(name=name, served=served, tokens_per_s=float(row["output_tokens_per_s"]))
 
 
-def of_records(records: Iterable[RunRecord]) -> list[ServedAnchor]:
+def of_records(records: Iterable[RunRecord], endpoint: Endpoint | None = None) -> list[ServedAnchor]:
     """Loads that kept their replicas busy (a fixed concurrency, or everything at once), of runs on known GPUs.
 
-    One anchor for each load of a cell: the mean of its launches.
+    One anchor for each load of a cell: the mean of its launches. endpoint: what served the runs against a URL; without
+    it they are left out.
     """
     loads: dict[tuple[str, int], list[ServedAnchor]] = {}
     for record in records:
-        for stage, anchor in _of_record(record) if record.status is Status.OK else ():
+        for stage, anchor in _of_record(record, endpoint) if record.status is Status.OK else ():
             loads.setdefault((record.spec.cell, stage), []).append(anchor)
     return [replace(group[0], tokens_per_s=fmean(one.tokens_per_s for one in group)) for group in loads.values()]
 
 
-def _of_record(record: RunRecord) -> Iterator[tuple[int, ServedAnchor]]:
-    gpu = gpu_of(record)
-    if gpu is None or not record.stages or not record.replicas or record.spec.model is None:
+def _of_record(record: RunRecord, endpoint: Endpoint | None) -> Iterator[tuple[int, ServedAnchor]]:
+    server = endpoint if is_behind_url(record) else _described(record)
+    if server is None or not record.stages or not record.replicas:
         return
     try:
-        shape = record.shape or arithmetic.load(record.spec.model)
+        shape = server.shape or record.shape or arithmetic.load(record.spec.model)
     except RequestError:
         return
     for stage in record.stages:
         requests = [one for one in record.requests if one.stage == stage.stage and one.error is None]
         if stage.rate_per_s is None and stage.concurrency is not None and requests:
-            for anchor in _of_load(record, stage, requests, shape, gpu):
+            for anchor in _of_load(record, stage, requests, shape, server):
                 yield stage.stage, anchor
 
 
+def _described(record: RunRecord) -> Endpoint | None:
+    """The server that the run itself started or found on its machine; None without a known GPU or replica."""
+    gpu, first = gpu_of(record), next(iter(record.replicas), None)
+    if gpu is None or first is None:
+        return None
+    return Endpoint(gpu=gpu, tp=first.tensor_parallel, precision=str(first.settings.get("dtype", "bf16")))
+
+
 def _of_load(
-    record: RunRecord, stage: StageSample, requests: Sequence[RequestSample], shape: Shape, gpu: hardware.Accelerator
+    record: RunRecord, stage: StageSample, requests: Sequence[RequestSample], shape: Shape, server: Endpoint
 ) -> Iterator[ServedAnchor]:
     used = [one for one in record.replicas if stage.replica in (None, one.replica)]
-    first = used[0]
-    precision = str(first.settings.get("dtype", "bf16"))
     ended = max((one.ended_ns for one in requests if one.ended_ns is not None), default=stage.started_ns)
     tokens = [one.tokens if one.tokens is not None else one.pieces for one in requests]
     prompts = [one.prompt_tokens for one in requests if one.prompt_tokens]
     seconds = (ended - stage.started_ns) / NS
-    if precision not in WEIGHT_BYTES or not prompts or sum(tokens) < len(tokens) or seconds <= 0:
+    if server.precision not in WEIGHT_BYTES or not prompts or sum(tokens) < len(tokens) or seconds <= 0:
         return
-    limit = first.settings.get("max_batch")
+    limit = used[0].settings.get("max_batch")
     at_once = -(-min(stage.concurrency or len(requests), len(requests)) // len(used))
     served = Served(
         shape=shape,
-        gpu=gpu,
-        tp=first.tensor_parallel,
+        gpu=server.gpu,
+        tp=server.tp,
         replicas=len(used),
-        precision=precision,
+        precision=server.precision,
         input_tokens=max(round(sum(prompts) / len(prompts)), 1),
         output_tokens=max(round(sum(tokens) / len(tokens)), 1),
         batch=min(at_once, limit) if isinstance(limit, int) else at_once,
     )
     if served.most_sequences() > 0:
-        name = f"{record.spec.run_id}, {served.batch} at once"
+        where = f" ({shape.name} behind a URL)" if is_behind_url(record) else ""
+        name = f"{record.spec.run_id}{where}, {served.batch} at once"
         yield ServedAnchor(name=name, served=served, tokens_per_s=sum(tokens) / seconds)

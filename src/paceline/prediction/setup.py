@@ -19,8 +19,10 @@ class Software:
     """What the training program does that changes its speed.
 
     fused_attention: the scores never reach memory (FlashAttention). engine: NVIDIA Transformer Engine. cudnn_attention:
-    attention by cuDNN, which on Hopper is what Transformer Engine uses. compiled:
-    elementwise operations are fused by a compiler. sequence_parallel: norms are split over tensor-parallel ranks.
+    attention by cuDNN, which on Hopper is what Transformer Engine uses. fused_elementwise: norms, activations and the
+    loss have kernels of their own; plain PyTorch has not. compiled: a compiler fuses them. queued: the host queues
+    steps ahead and never waits for one. recomputes: the checkpointing of published rows that state none but would not
+    fit without. sequence_parallel: norms are split over tensor-parallel ranks.
     fp8_gather: sharded weights travel in 8 bits. late_reduce: gradients are reduced after the backward pass, not during
     it. reduce_bytes: per gradient on the wire.
     """
@@ -30,11 +32,14 @@ class Software:
     fused_attention: bool = True
     engine: bool = False
     cudnn_attention: bool = False
+    fused_elementwise: bool = True
     compiled: bool = False
+    queued: bool = False
     sequence_parallel: bool = False
     late_reduce: bool = False
     async_tp: bool = False
     fp8_gather: bool = False
+    recomputes: str = "full"
     reduce_bytes: float = 2.0
     bucket_bytes: float = 25 * 2**20
 

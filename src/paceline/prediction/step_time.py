@@ -33,14 +33,15 @@ PARTS = (
     "offload",
     "other",
 )
-# Cluster offsets: what differs between two installations of equal hardware, in units of the parameters.
 # Families of programs whose kernels are as a rule faster or slower than plain PyTorch.
 FAMILIES = ("megatron", "nemo", "peft")
 # Offload, which no published row measures, so nothing here is fitted: the share of PCIe that pinned copies reach, the
 # share of the host's memory bandwidth that CPU-Adam reaches when it moves 30 bytes per parameter (an assumption, about
 # what the authors of ZeRO-Offload report; we have not measured it), and that half of what could hide does not.
 OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.0, 0.5
-OFFSETS = ("level", "launch", "network", "dp_overlap", "fsdp_overlap")
+# Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
+# inside a node, `network` between nodes.
+OFFSETS = ("level", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
 
 
 def columns(setups: Sequence[Setup]) -> dict[str, Array]:
@@ -92,6 +93,7 @@ def _numbers(one: Setup) -> dict[str, float]:
         "volta": gpu.generation == "volta",
         "amd": gpu.generation == "cdna3",
         "offload": one.offload,
+        "mixture": bool(shape.experts),
         "pcie": hardware.host_rates(gpu)[0],
         "host": hardware.host_rates(gpu)[1],
         "cpu": gpu.generation == "cpu",
@@ -103,6 +105,8 @@ def _numbers(one: Setup) -> dict[str, float]:
         "fused": software.fused_attention,
         "engine": software.engine or (software.cudnn_attention and gpu.generation == "hopper"),
         "compiled": software.compiled,
+        "plain": not software.fused_elementwise and not software.compiled,
+        "queued": software.queued,
         "sequence_parallel": software.sequence_parallel,
         "late": software.late_reduce,
         "async_tp": software.async_tp,
@@ -137,7 +141,6 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     batches, boundary = c["micro_batches"], _boundary(c, p, shift)
     bubble = (c["pp"] - 1) / c["stages"] * stage + batches * boundary
     jitter = 1 + np.exp(p["jitter"]) * np.log2(np.maximum(c["gpus"] / c["per_node"], 1))
-    busy = batches * (stage + head_products + head_memory)
     backward = stage * (passes - 1) / passes
     exposed, gathered = _data_parallel(c, p, shift, stage + head_products + head_memory, backward)
     own = c["trained"] / (c["tp"] * c["pp"])
@@ -156,7 +159,7 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
         "data parallel (exposed)": exposed + gathered,
         "optimizer": optimizer,
         "offload": _offload(c, stage + head_products + head_memory),
-        "other": np.exp(p["constant"]) + 0 * busy,
+        "other": np.exp(p["constant"]) * (1 - c["queued"]),
     }
 
 
@@ -210,7 +213,7 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     unfused = scores / (_efficiency(c, p) * c["flops"]) * (3 + c["full"]) + maps * (3 + c["full"] + c["rescored"])
     split = np.where(c["sequence_parallel"] > 0, tp, 1)
     elementwise = 2 * tokens * (16 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
-    elementwise = elementwise * (1 - c["compiled"] * _sigmoid(p["compiled"])) * (2.5 + c["full"])
+    elementwise = elementwise * _fusion(c, p) * (2.5 + c["full"])
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
     expanded = c["quantised"] * np.exp(p["expand"]) * 2.5 * weights / c["hbm"] * (2 + c["full"])
     return {
@@ -226,7 +229,12 @@ def _head(c: Columns, p: Mapping[str, float]) -> tuple[Array, Array]:
     weights = c["hidden"] * c["vocab"] / c["tp"]
     sixteen = {**c, "fp8": 0 * c["fp8"]}
     products = 3 * _product(sixteen, p, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
-    return products, np.exp(p["logit_bytes"]) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+    return products, np.exp(p["logit_bytes"]) * _fusion(c, p) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+
+
+def _fusion(c: Columns, p: Mapping[str, float]) -> Array:
+    """Elementwise traffic relative to hand-written fused kernels: more in plain PyTorch, less after a compiler."""
+    return np.asarray(np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"])))
 
 
 # --- offload ---
@@ -256,10 +264,9 @@ def _ring(
     """(seconds per byte, seconds per message) of a ring over this many ranks, which are `inner` apart in a node."""
     local = np.clip(np.floor(c["per_node"] / inner), 1, ranks)
     nodes = np.ceil(ranks / local)
-    factor = np.exp(-shift["network"])
-    link = np.exp(p["link"]) * c["link"] * factor
+    link = np.exp(p["link"] - shift["link"]) * c["link"]
     # Rings of the other ranks of the node use the same adapters at the same time.
-    share = np.exp(p["nic"]) * c["node_network"] * factor * local / c["per_node"]
+    share = np.exp(p["nic"] - shift["network"]) * c["node_network"] * local / c["per_node"]
     bandwidth = np.where(nodes > 1, np.minimum(link, share), link)
     hops = np.exp(p["alpha_link"]) * (local - 1) + np.exp(p["alpha_node"]) * np.where(nodes > 1, nodes, 0)
     return np.asarray(1 / bandwidth), np.asarray(hops)
@@ -284,11 +291,9 @@ def _boundary(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) ->
     """Exposed seconds of the transfers between pipeline stages, per micro batch."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     size = 2 * tokens * c["hidden"] / np.where(c["sequence_parallel"] > 0, c["tp"], 1)
-    inner = c["tp"] * c["cp"] * c["dp"]
     inside = c["gpus"] <= c["per_node"]
     nic = np.exp(p["nic"] - shift["network"]) * c["node_network"] / c["per_node"]
-    bandwidth = np.where(inside, np.exp(p["link"] - shift["network"]) * c["link"], nic)
-    del inner
+    bandwidth = np.where(inside, np.exp(p["link"] - shift["link"]) * c["link"], nic)
     return np.asarray(np.where(c["pp"] > 1, 2 * c["stages"] * size / bandwidth, 0) * (1 - _sigmoid(p["pp_overlap"])))
 
 

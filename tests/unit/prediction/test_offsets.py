@@ -62,6 +62,28 @@ def test_a_measured_network_changes_traffic_only(large: Setup) -> None:
     assert after.parts["products"] == pytest.approx(before.parts["products"], rel=1e-6)
 
 
+def test_links_and_network_are_measured_apart() -> None:
+    """Tensor parallelism inside a node does not wait for the network between nodes."""
+    one = setup_of("llama-70b", "h100", 64, tp=8, shard="zero1", global_batch=64, interconnect="25gbe")
+    slow = {name: Observation(name, math.log(2), 0.05, "fabric") for name in ("link", "network")}
+    plain, link, network = (predict([one], [], [seen] if seen else [])[0].parts for seen in (None, *slow.values()))
+    assert network["tensor parallel"] == pytest.approx(plain["tensor parallel"])
+    assert link["tensor parallel"] > 1.5 * plain["tensor parallel"]
+    assert network["data parallel (exposed)"] > 1.5 * plain["data parallel (exposed)"]
+    assert link["data parallel (exposed)"] == pytest.approx(plain["data parallel (exposed)"], rel=0.02)
+
+
+def test_an_anchor_without_calibration_says_little_about_others(small: Setup) -> None:
+    """A mixture of experts that takes twice as long as predicted does not make dense models twice as slow."""
+    mixture = setup_of("moe-3b", "h100", 8, shard="zero1", global_batch=64)
+    alone = predict([small])[0].step_s
+    dense, sparse = (
+        predict([one], [Anchor(mixture, 2 * predict([mixture])[0].step_s, "mixture")])[0] for one in (small, mixture)
+    )
+    assert dense.step_s < 1.25 * alone
+    assert sparse.step_s > 1.7 * predict([mixture])[0].step_s
+
+
 def test_every_anchor_is_told_its_worth(small: Setup, large: Setup) -> None:
     found = worth(large, [Anchor(small, true_time(small), "small"), Anchor(large, true_time(large), "large")])
     assert [one.name for one in found] == ["small", "large"]

@@ -57,6 +57,26 @@ def test_recomputation_that_is_not_stated_follows_from_memory() -> None:
     assert small.setup.checkpointing == "none"
 
 
+def test_a_collection_of_several_programs_is_read_by_its_folders() -> None:
+    where = "NVIDIA/dgxc-benchmarking@v25.02:maxtext/README_70b.md"
+    big = {"hidden": "8192", "layers": "80", "gpu": "H100-SXM", "n_gpus": "64", "tp": "1", "fsdp": "64"}
+    one = published.row({**ROW, **big, "source_key": "dgxc", "source": where, "activation_checkpointing": "not stated"})
+    assert one is not None
+    assert (one.source, one.setup.software.name, one.setup.checkpointing) == ("dgxc/maxtext", "maxtext", "selective")
+    assert calibration.source_of(one) == "dgxc"
+    other = published.row({**ROW, "source_key": "dgxc", "source": where.replace("maxtext", "nemotron")})
+    assert other is not None
+    assert (other.source, other.setup.software.name) == ("dgxc", "nemo")
+
+
+def test_a_pipeline_of_torchtitan_has_as_many_micro_batches_as_stages() -> None:
+    row = {**ROW, "source_key": "torchtitan", "gpu": "H100-SXM", "n_gpus": "64", "pp": "8", "global_batch": ""}
+    for notes, cut in (("1F1B", (4, 8)), ("Interleaved1F1B", (2, 16))):
+        one = published.row({**row, "micro_batch": "32", "notes": notes})
+        assert one is not None
+        assert (one.setup.micro_batch, one.setup.micro_batches) == cut
+
+
 def test_the_published_table_is_read(rows: list[Row]) -> None:
     counts = {name: sum(one.source == name for one in rows) for name in {one.source for one in rows}}
     assert counts["llm-foundry"] == 216

@@ -13,6 +13,7 @@ from paceline.analysis.report import build
 from paceline.analysis.training import predicted
 from paceline.campaign.run import forecast
 from paceline.errors import RequestError
+from paceline.experiment.choices import Choice
 from paceline.prediction import experiment_file, hardware, runs, scoring, stored
 from paceline.prediction.predict import predict
 from paceline.report.sections import sections
@@ -60,6 +61,15 @@ def test_runs_on_cpu_or_in_fp32_are_no_anchors(make_spec: Any, make_record: Any,
     assert runs.measured(make_record(make_spec("ddp", **{**GPT, "precision": "fp32"}), gpus=[h200])) is None
 
 
+@pytest.mark.parametrize("workload", ["memory", "script"])
+def test_runs_that_do_not_time_a_prescribed_step_are_no_anchors(
+    workload: str, make_spec: Any, make_record: Any, h200: Any
+) -> None:
+    """A run that watches memory takes a few steps; a script's batch is not that of the specification."""
+    spec = replace(make_spec("single", **GPT), workload=Choice(workload))
+    assert runs.measured(make_record(spec, [0.5] * 30, gpus=[h200])) is None
+
+
 def test_sweeps_observe_network_and_level(make_spec: Any, make_record: Any, h200: Any) -> None:
     size, kernel = 2**30, 2 * 8192**3
     collective = CollectiveSample(
@@ -72,10 +82,13 @@ def test_sweeps_observe_network_and_level(make_spec: Any, make_record: Any, h200
     )  # fmt: skip
     spec = make_spec("ddp", world_size=8, **GPT)
     found = runs.observations([make_record(spec, gpus=[h200] * 8, collectives=(collective,), kernels=(product,))])
-    assert [one.offset for one in found] == ["network", "level"]
-    # 1.75 GiB on the wire in 10 ms is 188 GB/s, less than expected of NVLink 4: a slower network.
+    assert [one.offset for one in found] == ["link", "level"]
+    # 1.75 GiB on the wire in 10 ms is 188 GB/s, less than expected of NVLink 4: slower links.
     assert found[0].value > 0.1
     assert found[1].value == pytest.approx(0.0, abs=0.1)
+    between = replace(spec, topology=replace(spec.topology, nodes=2))
+    (seen,) = runs.observations([make_record(between, gpus=[h200] * 8, collectives=(collective,))])
+    assert seen.offset == "network"
 
 
 def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: Any) -> None:

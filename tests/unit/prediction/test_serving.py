@@ -7,11 +7,13 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from answered_records import build_record, build_replica, build_request, build_spec, build_stage
 
 from paceline.campaign.run.measured_setups import read_known
+from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.models import arithmetic
-from paceline.prediction import hardware, scaling, serving
+from paceline.prediction import hardware, scaling, served_anchors, serving
 from paceline.prediction.predict import setup_of
 from paceline.prediction.serving import Served
 
@@ -102,6 +104,27 @@ def test_stored_served_runs_are_anchors(tmp_path: Path) -> None:
     assert max(worth, key=lambda name: worth[name]) == found[1].name
     near = serving.predict(one, [(found[1].served, found[1].tokens_per_s)])
     assert near.tokens_per_s == pytest.approx(found[1].tokens_per_s, rel=0.1)
+
+
+def test_runs_against_a_url_are_anchors_once_the_server_is_described() -> None:
+    """Two answers of 5 tokens at once, in 2 s, by each of two servers: 10 tokens/s."""
+    requests = [build_request(number, 0.0, 2.0, replica=number % 2) for number in range(4)]
+    replicas = (build_replica(0, "gpu-1"), build_replica(1, "gpu-2"))
+    stages = (build_stage(0, 0.0, 2.0, concurrency=4),)
+    record = build_record(build_spec(), requests, stages=stages, replicas=replicas)
+    assert served_anchors.of_records([record]) == []
+    endpoint = served_anchors.parse_endpoint("gpu=h200,tp=2,precision=fp8,model=llama-8b")
+    (anchor,) = served_anchors.of_records([record], endpoint)
+    one = anchor.served
+    assert (one.shape.name, one.gpu.name, one.tp, one.replicas, one.precision) == ("llama-8b", "h200", 2, 2, "fp8")
+    assert (one.batch, one.input_tokens, one.output_tokens, anchor.tokens_per_s) == (2, 15, 5, 10.0)
+    assert "llama-8b behind a URL" in anchor.name
+
+
+@pytest.mark.parametrize("text", ["h200", "gpu=h200,tp=0", "tp=2", "gpu=h200,precision=int3", "gpu=h200,node=1"])
+def test_an_endpoint_that_is_not_described_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="--endpoint: got"):
+        served_anchors.parse_endpoint(text)
 
 
 def test_rows_of_a_table_are_anchors(tmp_path: Path) -> None:

@@ -80,6 +80,21 @@ def test_adapters_save_the_gradient_of_frozen_weights() -> None:
     assert seconds(lora)["optimizer"] < seconds(full)["optimizer"] / 50
 
 
+def test_plain_pytorch_moves_more_and_a_compiler_less() -> None:
+    fused = setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none")
+    plain = replace(fused, software=replace(fused.software, fused_elementwise=False))
+    compiled = replace(plain, software=replace(plain.software, compiled=True))
+    moved = [seconds(one)["memory-bound"] for one in (plain, fused, compiled)]
+    assert moved[0] / moved[1] == pytest.approx(math.exp(VALUES["unfused"]))
+    assert moved[2] < moved[1]
+
+
+def test_a_host_that_queues_steps_adds_no_time(one_gpu: Setup) -> None:
+    queued = replace(one_gpu, software=replace(one_gpu.software, queued=True))
+    assert seconds(one_gpu)["other"] == pytest.approx(math.exp(VALUES["constant"]))
+    assert seconds(queued)["other"] == 0
+
+
 def test_memory_of_data_parallelism_is_sixteen_bytes_per_parameter() -> None:
     one = setup_of("llama-8b", "h100", 8, shard="none", micro_batch=1, global_batch=8, checkpointing="full")
     found = memory.components(one)

@@ -15,7 +15,7 @@ from paceline.prediction import experiment_file, hardware, processors, published
 from paceline.prediction.choosing import Timed
 from paceline.prediction.hardware import Accelerator
 from paceline.prediction.offsets import Anchor, Observation
-from paceline.prediction.served_anchors import ServedAnchor, is_table, of_records, read_table
+from paceline.prediction.served_anchors import Endpoint, ServedAnchor, is_behind_url, is_table, of_records, read_table
 from paceline.prediction.setup import Setup
 from paceline.results.records import RunRecord
 
@@ -47,8 +47,8 @@ class Known:
         return self.cpu
 
 
-def read_known(paths: Sequence[str]) -> Known:
-    """Anchors and observations of results directories and CSV tables."""
+def read_known(paths: Sequence[str], endpoint: Endpoint | None = None) -> Known:
+    """Anchors and observations of results directories and CSV tables. endpoint: what served runs against a URL."""
     found = Known()
     records: list[RunRecord] = []
     for text in paths:
@@ -66,11 +66,13 @@ def read_known(paths: Sequence[str]) -> Known:
     cpu = processors.measured_cpu(records)
     found.anchors.extend(runs.anchors(records, cpu))
     found.observations.extend(runs.observations(records))
-    found.served.extend(of_records(records))
+    found.served.extend(of_records(records, endpoint))
     if paths and not (found.anchors or found.observations or found.served or cpu):
+        hidden = any(is_behind_url(one) for one in records)
+        hint = " A client does not see what serves behind a URL: add --endpoint gpu=NAME." if hidden else ""
         raise RequestError(
             f"--anchor: got {', '.join(paths)}, expected a successful training, fabric, compute or inference run on a "
-            "known GPU."
+            f"known GPU.{hint}"
         )
     return Known(found.anchors, found.observations, cpu, found.served)
 

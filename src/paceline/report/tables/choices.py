@@ -127,7 +127,9 @@ def lines(decision: Decision, predicted: Decision, halved: Halved | None, files:
 
 def _proposal_lines(decision: Decision) -> Iterable[str]:
     if not decision.to_measure:
-        yield "Nothing to measure: no other option is within what prediction can tell apart."
+        same = "what may be equal is predicted equal and differs only in how it shards"
+        none = "no other option is within what prediction can tell apart"
+        yield f"Nothing to measure: {same if decision.close else none}."
         return
     minutes = sum(measuring_minutes(one) for one in decision.to_measure)
     machine = _machine(decision)
