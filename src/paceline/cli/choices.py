@@ -137,13 +137,7 @@ def _decision(arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor
 def _deadline(arguments: argparse.Namespace) -> float | None:
     from paceline.campaign.run.stopping import parse_budget
 
-    text = arguments.deadline
-    if text is None:
-        return None
-    if text.endswith("d"):
-        require(text[:-1].replace(".", "", 1).isdigit(), "--deadline", text, "a time such as 90m, 36h or 3d")
-        return float(text[:-1]) * 86400
-    return float(parse_budget(text))
+    return None if arguments.deadline is None else parse_budget(arguments.deadline, "--deadline")
 
 
 def _write_files(arguments: argparse.Namespace, decision: Decision, *, measured: bool) -> list[Path]:

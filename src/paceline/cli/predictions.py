@@ -116,6 +116,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return OK
     if arguments.serving is not None:
         return serving_options(arguments)
+    most = arguments.up_to
+    require(most is None or most > arguments.gpus, "--up-to", most, f"more than the {arguments.gpus} of --gpus")
     known = read_known(arguments.anchor)
     anchors, observations = known.anchors, known.observations
     tokens, usd = tokens_of(arguments), usd_of(arguments)
@@ -153,7 +155,7 @@ def _without_speed(arguments: argparse.Namespace) -> bool:
     from paceline.report.terminal import Fitted
 
     for name in ("model", "gpu"):
-        require(bool(getattr(arguments, name)), f"--{name}", getattr(arguments, name), "a name")
+        require(bool(getattr(arguments, name)), f"--{name}", getattr(arguments, name) or "", "a name")
     if arguments.gpu.casefold() == hardware.CPU:
         return False
     try:
@@ -212,6 +214,8 @@ def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = Fal
     from paceline.prediction.predict import parse_layout, setup_of
 
     degrees = {} if whole else parse_layout(arguments.layout)
+    micro = arguments.micro_batch
+    require(micro is None or micro >= 1, "--micro-batch", micro, "a whole number from 1")
     batch = arguments.global_batch
     if whole and batch is not None and batch % arguments.gpus:
         # Layouts with tensor or pipeline parallelism have fewer ranks; the enumeration keeps those that divide it.
@@ -222,7 +226,7 @@ def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = Fal
         arguments.gpus,
         sequence_length=arguments.seq,
         global_batch=batch,
-        micro_batch=None if whole else arguments.micro_batch,
+        micro_batch=None if whole else micro,
         precision=arguments.precision,
         checkpointing=arguments.checkpointing,
         method=arguments.method,
@@ -236,7 +240,7 @@ def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = Fal
 
 
 def tokens_of(arguments: argparse.Namespace) -> float | None:
-    return None if arguments.tokens is None else float(token_count(arguments.tokens))
+    return None if arguments.tokens is None else float(token_count(arguments.tokens, "--tokens"))
 
 
 def usd_of(arguments: argparse.Namespace) -> float | None:
@@ -268,6 +272,8 @@ def serving_options(arguments: argparse.Namespace) -> int:
     prompt, _, answer = arguments.serving.partition("/")
     valid = prompt.isdigit() and answer.isdigit() and int(prompt) * int(answer) > 0
     require(valid, "--serving", arguments.serving, "tokens of prompt and answer, such as 1000/200")
+    for option, limit in (("--ttft", arguments.ttft), ("--tpot", arguments.tpot)):
+        require(limit is None or limit > 0, option, limit, "seconds above 0")
     kinds = serving.WEIGHT_BYTES
     require(arguments.precision in kinds, "--precision", arguments.precision, ", ".join(kinds))
     endpoint = None if arguments.endpoint is None else parse_endpoint(arguments.endpoint)

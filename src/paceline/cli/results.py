@@ -139,9 +139,9 @@ def hours(text: str) -> float:
     return value
 
 
-def token_count(text: str) -> int:
+def token_count(text: str, option: str = "--train-tokens") -> int:
     """`1.5B` is 1,500,000,000."""
-    return _count(text, "--train-tokens", "a whole number of tokens up to 1,000,000T, such as 300M, 1.5B or 15T")
+    return _count(text, option, "a whole number of tokens up to 1,000,000T, such as 300M, 1.5B or 15T")
 
 
 def sample_count(text: str) -> int:

@@ -92,8 +92,8 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.name for one in _by_name().values()))
 
 
-def accelerator(name: str) -> Accelerator:
-    """The GPU of this name: a short name (h100), a published one (H100-SXM) or the driver's.
+def accelerator(name: str, where: str = "--gpu") -> Accelerator:
+    """The GPU of this name: a short name (h100), a published one (H100-SXM) or the driver's. where: who asks.
 
     >>> accelerator("h100").flops
     989000000000000.0
@@ -101,7 +101,9 @@ def accelerator(name: str) -> Accelerator:
     words = name.strip().casefold().removeprefix("nvidia ")
     found = _by_name().get(words) or _by_name().get(words.replace(" ", "-"))
     if found is None:
-        raise RequestError(f"--gpu: got {name!r}, expected one of {', '.join(names())}.{did_you_mean(words, names())}")
+        raise RequestError(
+            f"{where}: got {name!r}, expected one of {', '.join(names())}.{did_you_mean(words, names())}"
+        )
     return found
 
 

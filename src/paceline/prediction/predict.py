@@ -270,7 +270,11 @@ def setup_of(
     """A setup from what a user says; what is not said is the least that fits."""
     shape = arithmetic.load(Choice.parse(model))
     device = hardware.accelerator(gpu) if isinstance(gpu, str) else gpu
-    require(gpus >= 1, "--gpus", gpus, "a whole number from 1")
+    counts = {"--gpus": gpus, "--seq": sequence_length, "--global-batch": global_batch, "--micro-batch": micro_batch}
+    for option, count in counts.items():
+        require(count is None or count >= 1, option, count, "a whole number from 1")
+    kinds = ("none", "selective", "full")
+    require(checkpointing in (None, *kinds), "--checkpointing", checkpointing, ", ".join(kinds))
     product = tp * pp * cp
     require(gpus % product == 0, "--layout", f"tp={tp} x pp={pp} x cp={cp}", f"a product that divides {gpus} GPUs")
     ranks = gpus // product

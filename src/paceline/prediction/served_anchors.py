@@ -68,7 +68,8 @@ def parse_endpoint(text: str) -> Endpoint:
         valid, "--endpoint", text, f"gpu=NAME with tp=N, precision={'|'.join(WEIGHT_BYTES)} and model=NAME as needed"
     )
     shape = arithmetic.load(Choice.parse(words["model"])) if "model" in words else None
-    return Endpoint(gpu=hardware.accelerator(words["gpu"]), tp=int(tp), precision=precision, shape=shape)
+    gpu = hardware.accelerator(words["gpu"], "--endpoint")
+    return Endpoint(gpu=gpu, tp=int(tp), precision=precision, shape=shape)
 
 
 def is_behind_url(record: RunRecord) -> bool:
@@ -175,6 +176,6 @@ def _of_load(
         batch=min(at_once, limit) if isinstance(limit, int) else at_once,
     )
     if served.most_sequences() > 0:
-        where = f" ({shape.name} behind a URL)" if is_behind_url(record) else ""
+        where = f" ({used[0].model} behind a URL, taken as {shape.name})" if is_behind_url(record) else ""
         name = f"{record.spec.run_id}{where}, {served.batch} at once"
         yield ServedAnchor(name=name, served=served, tokens_per_s=sum(tokens) / seconds)

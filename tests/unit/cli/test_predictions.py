@@ -124,6 +124,13 @@ def test_memory_is_rehearsed_where_the_program_is_ours(capsys: pytest.CaptureFix
         (["--anchor", "nowhere"], "--anchor: got 'nowhere'"),
         (["--serving", "many"], "--serving: got 'many'"),
         (["--global-batch", "7"], "a multiple of dp=8"),
+        (["--seq", "-1"], "--seq: got -1, expected a whole number from 1"),
+        (["--micro-batch", "0"], "--micro-batch: got 0, expected a whole number from 1"),
+        (["--checkpointing", "ful"], "--checkpointing: got 'ful', expected none, selective, full"),
+        (["--tokens", "abc"], "--tokens: got 'abc', expected a whole number of tokens"),
+        (["--up-to", "4"], "--up-to: got 4, expected more than the 8 of --gpus"),
+        (["--serving", "9/9", "--ttft", "-1"], "--ttft: got -1.0, expected seconds above 0"),
+        (["--serving", "9/9", "--endpoint", "gpu=x9"], "--endpoint: got 'x9', expected one of"),
     ],
 )
 def test_a_wrong_question_is_one_sentence(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,3 +138,9 @@ def test_a_wrong_question_is_one_sentence(words: list[str], told: str, capsys: p
     text = capsys.readouterr().err
     assert told in text
     assert text.count("\n") == 1
+
+
+def test_what_does_not_fit_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["predict", "--model", "llama-70b", "--gpu", "a10", "--gpus", "1", "--rehearse", "0"]) == 0
+    text = capsys.readouterr().out
+    assert 0 < text.index("this does not fit into the GPU's memory") < text.index("What the step consists of")

@@ -118,10 +118,12 @@ def test_runs_against_a_url_are_anchors_once_the_server_is_described() -> None:
     one = anchor.served
     assert (one.shape.name, one.gpu.name, one.tp, one.replicas, one.precision) == ("llama-8b", "h200", 2, 2, "fp8")
     assert (one.batch, one.input_tokens, one.output_tokens, anchor.tokens_per_s) == (2, 15, 5, 10.0)
-    assert "llama-8b behind a URL" in anchor.name
+    assert "tiny behind a URL, taken as llama-8b" in anchor.name
 
 
-@pytest.mark.parametrize("text", ["h200", "gpu=h200,tp=0", "tp=2", "gpu=h200,precision=int3", "gpu=h200,node=1"])
+@pytest.mark.parametrize(
+    "text", ["h200", "gpu=h200,tp=0", "tp=2", "gpu=h200,precision=int3", "gpu=h200,node=1", "gpu=x9"]
+)
 def test_an_endpoint_that_is_not_described_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="--endpoint: got"):
         served_anchors.parse_endpoint(text)

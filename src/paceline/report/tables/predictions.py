@@ -19,6 +19,7 @@ _GIB = 2.0**30
 MOST_ANCHORS = 8
 # Smaller components and parts of a step are not listed: they would be shown as 0.0.
 _LEAST_BYTES, _LEAST_SHARE = 0.05 * _GIB, 0.0005
+UNFIT_NOTE = "By arithmetic this does not fit into the GPU's memory, so it would not run: see the memory below."
 INTERVAL_NOTE = (
     "Intervals cover 90 % on average over sources of published runs; for one framework or cluster they may cover less "
     "(docs/prediction.md)."
@@ -59,7 +60,8 @@ def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
         for name, (v, a, b), unit in quantities
     )
     columns = (Column("quantity"), numeric("predicted"), numeric("90 % interval"), Column("unit"))
-    return Table(title(one), columns, rows, (INTERVAL_NOTE,))
+    notes = (INTERVAL_NOTE,) if memory.fits(s) else (UNFIT_NOTE, INTERVAL_NOTE)
+    return Table(title(one), columns, rows, notes)
 
 
 def title(one: Prediction) -> str:
