@@ -14,11 +14,11 @@ demo: $(VENV)/.demo
 	$(BIN)/paceline run quick
 
 # Tests start hundreds of processes, so what Python compiles is kept, whatever the environment says. Those of engines
-# wait as often as they compute: three at a time keep two cores busy. What failed beside the others is run once more,
+# wait as often as they compute: four at a time keep two cores busy. What failed beside the others is run once more,
 # alone: a machine that somebody else keeps busy must not fail a change. Both results are printed.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(BIN)/python -m pytest -n 3 || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
+	$(BIN)/python -m pytest -n 4 || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
 
 # Every combination of what `make test` tries once: several times as long.
 test-all: export PACELINE_EXHAUSTIVE = 1

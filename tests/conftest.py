@@ -14,10 +14,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
-from testbed import EXHAUSTIVE
+from testbed import EXHAUSTIVE, workers
 from testbed.nursery import command
 
 from paceline import __version__
@@ -162,33 +163,42 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def nursery() -> Iterator[None]:
     """The folder of the processes that fork ranks (see testbed/nursery.py). They live as long as pytest, whose workers
     share them, and remove the folder at their end. Names of sockets must be short."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    owner = os.getppid() if run else os.getpid()
-    folder = Path(tempfile.gettempdir()) / f"nursery-{run or owner}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NURSERY", str(folder))
-        patch.setenv("NURSERY_OWNER", str(owner))
+        patch.setenv("NURSERY", str(Path(tempfile.gettempdir()) / f"nursery-{workers.OWNER}"))
+        patch.setenv("NURSERY_OWNER", str(workers.OWNER))
         yield
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
-    """With `-n`, a file stays on one worker: campaigns of real processes are run once per file and shared."""
-    from xdist.scheduler import LoadFileScheduling
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("general")._addoption(
+        "-n", dest="workers", metavar="N", type=int, default=0, help="Run tests in N forked processes, file by file."
+    )
 
-    if config.getvalue("dist") != "load":
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With `-n`, after a successful collection; snapshots are written by one process."""
+    option = session.config.option
+    if not option.workers or session.testsfailed or option.collectonly or option.update_snapshots:
         return None
-    config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    workers.run(session, option.workers)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    """Their owner knows nothing of the snapshots that workers looked at."""
+    if config.option.workers:
+        config._syrupy.report = SimpleNamespace(lines=())  # type: ignore[attr-defined]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`--snapshot-update` writes every expected text anew, those in `tests/golden` too.
 
-    Stored texts of tests that did not run are no failure. Files are locked while several workers update them.
+    Stored texts of tests that did not run are no failure, and workers do not know of each other's.
     """
     config.option.warn_unused_snapshots = True
-    config.option.snapshot_file_lock = True
+    config.option.disable_unused_snapshots = config.option.workers > 0
     if config.getoption("update_snapshots", default=False):
         os.environ["PACELINE_UPDATE_GOLDEN"] = "1"
 
