@@ -183,6 +183,15 @@ _PRODUCTS = {
 _ACTIVATIONS = ("gelu", "silu", "relu", "gelu_", "silu_", "relu_")
 
 
+_CASTS = ("_to_copy", "copy_")
+_ATTENTION = "_scaled_dot_product"
+
+
+def is_counted(operator: str) -> bool:
+    """Whether `Audit.add` counts this operator of aten, with some arguments."""
+    return operator in (*_PRODUCTS, *_ACTIVATIONS, *_CASTS, "embedding") or operator.startswith(_ATTENTION)
+
+
 def _copies(gradient: Any) -> int:
     """How many ranks of a DTensor's mesh hold the same part; 1 for a plain tensor. Their sums over ranks then count
     each part once."""
@@ -206,20 +215,16 @@ class Audit:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
         from torch.utils._python_dispatch import TorchDispatchMode
 
-        audit, inner = self, wrappers()
+        inner, counts = wrappers(), self._counter()
 
         class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 # A wrapper's own dispatch comes first: it leads to the collectives, to the work on this rank's part
                 # and to products in 8 bit.
-                if any(issubclass(each, inner) for each in types):
+                if types and any(issubclass(each, inner) for each in types):
                     return NotImplemented
-                result = func(*args, **(kwargs or {}))
-                operator = func._schema.name.partition("::")[2]
-                if func.namespace in ("c10d", "_c10d_functional"):
-                    audit.wire.add(operator, args, result)
-                elif func.namespace == "aten":
-                    audit.add(operator, args, result)
+                result = func(*args, **kwargs) if kwargs else func(*args)
+                counts(func, args, result)
                 return result
 
         handle = register_optimizer_step_pre_hook(self._before_step)
@@ -228,6 +233,21 @@ class Audit:
                 yield
         finally:
             handle.remove()
+
+    def _counter(self) -> Callable[[Any, Any, Any], None]:
+        """Counts one call. Most operators of a step are none that are counted, which is found out once for each."""
+        known: dict[Any, tuple[Callable[[str, Any, Any], None], str] | None] = {}
+
+        def count(func: Any, args: Any, result: Any) -> None:
+            if func not in known:
+                operator = func._schema.name.partition("::")[2]
+                is_wire = func.namespace in ("c10d", "_c10d_functional")
+                add = self.wire.add if is_wire else self.add if func.namespace == "aten" else None
+                known[func] = add and (add, operator) if is_wire or is_counted(operator) else None
+            if (chosen := known[func]) is not None:
+                chosen[0](chosen[1], args, result)
+
+        return count
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
         """The gradients that the optimizer is given, after clipping."""
@@ -249,13 +269,13 @@ class Audit:
             self._count("product", left.dtype, 2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1))
             if right.dtype != left.dtype:
                 self._count("product", right.dtype, 0)
-        elif operator.startswith("_scaled_dot_product") and "backward" not in operator:
+        elif operator.startswith(_ATTENTION) and "backward" not in operator:
             self._count("attention", args[0].dtype, result[0].numel())
         elif operator in _ACTIVATIONS:
             self._count("activation", args[0].dtype, args[0].numel())
         elif operator == "embedding":
             self._count("embedding", args[0].dtype, args[1].numel())
-        elif operator in ("_to_copy", "copy_") and result.is_floating_point():
+        elif operator in _CASTS and result.is_floating_point():
             self._count("cast", result.dtype, result.numel())
 
     def _count(self, operation: str, dtype: Any, work: int) -> None:
