@@ -12,6 +12,7 @@ from typing import Any
 from paceline.serving import http_server
 from paceline.serving.http_server import Refused
 from paceline.serving.replica.settings import Settings
+from paceline.training.instruments import collection_paused
 
 # OpenAI's default if a request does not limit its answer.
 DEFAULT_MAX_TOKENS = 16
@@ -169,7 +170,9 @@ class Tokenizer:
     """The tokenizer of a local directory; no code in that directory is run."""
 
     def __init__(self, directory: str) -> None:
-        from transformers import AutoTokenizer
+        # Its import takes seconds, because it imports torch.
+        with collection_paused():
+            from transformers import AutoTokenizer
 
         self._inner: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         # Tokens that end an answer, from the model's generation_config.json or else its config.json.
