@@ -104,22 +104,23 @@ def campaign(
     tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., dict[str, str]]
 ) -> Callable[..., Campaign]:
     """Run an experiment through the command line to its end; its ranks are forked unless it names a launcher. Those
-    that are forked can do without the profile of a run, which takes a third of a short one."""
+    that are forked can do without the profile of a run, which takes a third of a short one; profiled: True, or the
+    strategies that have one."""
 
     def run(
         name: str,
         matrix: Any,
         env: dict[str, str] | None = None,
         formats: Sequence[str] = TEXTS,
-        profiled: bool = True,
+        profiled: bool | Sequence[str] = True,
         **base: Any,
     ) -> Campaign:
         out = tmp_path_factory.mktemp(name)
         file = write_experiment(out, name, matrix, **{"launcher": QUICK_LAUNCHER} | base)
         wanted = [word for form in formats for word in ("--format", form)]
         arguments = ("run", str(file), "--out", str(out), "--verbose", *wanted)
-        unprofiled = {} if profiled else {"FORKED_UNPROFILED": "1"}
-        done = command(arguments, environment(**(env or {}), **unprofiled), None, 900)
+        chosen = {} if profiled is True else {"FORKED_PROFILED": ";".join(profiled or ())}
+        done = command(arguments, environment(**(env or {}), **chosen), None, 900)
         return Campaign(out, name, done.returncode, done.stdout, done.stderr)
 
     return run

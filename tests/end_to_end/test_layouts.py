@@ -32,7 +32,8 @@ def layouts(campaign: Callable[..., Any]) -> Any:
         {"strategy": list(FOUR), "processes": [4]},
         *({"strategy": [strategy], "processes": [8]} for strategy in EIGHT),
     ]
-    return campaign("layouts", matrix, model="tiny:hidden=64", micro_batch=2, steps=STEPS)
+    profiled = EXHAUSTIVE or ("mesh:tp=2,shard=2",)
+    return campaign("layouts", matrix, profiled=profiled, model="tiny:hidden=64", micro_batch=2, steps=STEPS)
 
 
 def runs(layouts: Any) -> list[RunRecord]:

@@ -121,13 +121,19 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
     hosts = os.environ.get("FORKED_HOSTS", "").split()
 
     def prepare_rank(rank: int) -> None:
-        if "FORKED_UNPROFILED" in os.environ:
+        if not is_profiled(store.read_spec(run_dir)):
             profile_nothing()
         on_host(hosts, rank) if hosts else mortal.arm(rank, run_dir)
         if rank == 0 and "FORKED_REHEARSALS" in os.environ:
             fork_rehearsals()
 
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
+
+
+def is_profiled(spec: RunSpec) -> bool:
+    """Where FORKED_PROFILED is set, runs of the strategies in it are, which `;` separates; everywhere else all are."""
+    chosen = os.environ.get("FORKED_PROFILED")
+    return chosen is None or str(spec.strategy) in chosen.split(";")
 
 
 def profile_nothing() -> None:
