@@ -37,6 +37,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, Topology, WarmUp
 from paceline.host import trust
+from paceline.models.arithmetic import load as load_shape
 from paceline.results import attempts, capsule, store
 from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status, StepSample
@@ -49,8 +50,10 @@ ADVICE_S = 300.0
 FEW_STEPS = 20
 # Trajectories of a reference coarser than fp32: the spread of the re-seeded ones is the tolerance of the certificate.
 VARIANTS = 4
-# Most tokens in a micro batch of a reference: the uncompiled loss keeps their logits in fp32 several times.
+# Most tokens in a micro batch of a reference, and most bytes of their logits: the uncompiled loss keeps those in fp32
+# several times, beside a model that may fill most of the device.
 REFERENCE_TOKENS = 8192
+REFERENCE_LOGIT_BYTES = 2**31
 # A disturbance that lasts through three launches will not end soon.
 RED_REPEATS = 2
 # The user is notified when an engine takes longer to say whether it can take the runs.
@@ -233,7 +236,8 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
 def reference_of(spec: RunSpec) -> RunSpec:
     """The plain training loop that does this spec's work on one process, in micro batches that surely fit."""
     length, own = spec.training.sequence_length, spec.training.micro_batch
-    fitting = [size for size in range(1, min(own, REFERENCE_TOKENS // length) + 1) if own % size == 0]
+    tokens = min(REFERENCE_TOKENS, REFERENCE_LOGIT_BYTES // (4 * load_shape(spec.model).vocab))
+    fitting = [size for size in range(1, min(own, tokens // length) + 1) if own % size == 0]
     micro_batch = max(fitting, default=1)
     training = replace(
         spec.training,

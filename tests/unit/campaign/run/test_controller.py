@@ -245,6 +245,17 @@ def test_a_reference_covers_the_longest_run_and_at_least_what_was_requested(make
     assert [lengths(r) for r in both.values()] == [(50, 20)]
 
 
+@pytest.mark.parametrize(
+    ("model", "length", "micro_batch"), [("gpt2-124m", 1024, 8), ("llama-8b", 4096, 1), ("llama-8b", 8192, 1)]
+)
+def test_a_reference_has_micro_batches_whose_logits_fit_beside_the_model(
+    make_spec: Make, model: str, length: int, micro_batch: int
+) -> None:
+    spec = make_spec("ddp", 2, model=model, sequence_length=length, micro_batch=8, accumulation=1)
+    training = reference_of(spec).training
+    assert (training.micro_batch, training.accumulation) == (micro_batch, 16 // micro_batch)
+
+
 @pytest.mark.parametrize(("precision", "steps", "variants"), [("fp32", 20, 1), ("fp32", 21, 2), ("bf16", 5, 4)])
 def test_references_have_reseeded_copies_where_rounding_matters(
     make_spec: Make, precision: str, steps: int, variants: int
