@@ -153,12 +153,14 @@ def hidden_autocast(root: Any) -> str | None:
 
     if hasattr(root, "torch_autocast_enabled"):
         return _dtype(root.torch_autocast_dtype()) if root.torch_autocast_enabled() else None
-    modules = [root, *(inner for name in ("_orig_mod", "module") if (inner := getattr(root, name, None)) is not None)]
-    waiting = [vars(module).get("forward") for module in modules]
-    for _ in range(MOST_WRAPPERS):
-        if not waiting:
-            break
+    root = getattr(root, "_orig_mod", root)
+    waiting = [vars(module).get("forward") for module in (root, getattr(root, "module", root))]
+    seen: list[Any] = []
+    while waiting and len(seen) < MOST_WRAPPERS:
         call = waiting.pop(0)
+        if any(call is known for known in seen):
+            continue
+        seen.append(call)
         if isinstance(call, torch.autocast):
             return _dtype(call.fast_dtype)
         # accelerate replaces `forward` by a function that holds the autocast and the forward that it wraps.

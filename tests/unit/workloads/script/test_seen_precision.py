@@ -11,14 +11,14 @@ from paceline.workloads.script.process import read_facts
 
 pytestmark = pytest.mark.slow
 
-# Rank 0 has an inner module, as most models; rank 1 has none, as a compiled model that hooks cannot see into.
+# Rank 0 has an inner module, as most models; that of rank 1 is compiled, and hooks cannot see into it.
 TRAIN = """
 import os, sys, types
 import torch, torch._dynamo
 
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 rank = 0 if (child := os.fork()) else 1
-os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "2"
+os.environ["RANK"] = str(rank)
 
 
 class Bare(torch.nn.Module):
@@ -40,10 +40,15 @@ class Nested(Bare):
 
 
 model = (Nested, Bare)[rank]()
-# As accelerate does it.
-autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-model.forward = types.MethodType(autocast(model.forward.__func__), model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if rank == 0:
+    # As accelerate does it.
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    model.forward = types.MethodType(autocast(model.forward.__func__), model)
+else:
+    from accelerate import Accelerator
+
+    model = Accelerator(mixed_precision="bf16", dynamo_backend="eager", cpu=True).prepare(model)
 for _ in range(2):
     model(torch.ones(2, 4)).backward()
     optimizer.step()
