@@ -180,7 +180,7 @@ def ranking(report: Report) -> tuple[Table, ...]:
         assert table is not None
         table, absent = without_empty(table)
         names = ", ".join(column.name for column in absent if column.priority)
-        notes = (f"Not measured here: {names}.",) if names else ()
+        notes = (f"Not measured here: {names.removesuffix('.')}.",) if names else ()
         table, same = without_same(table)
         found.append(replace(table, notes=(*group.notes, *notes, *same)))
     return tuple(found)
