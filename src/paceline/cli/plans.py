@@ -35,9 +35,16 @@ def table(
     axes = [runs[0].axes() for runs in cells if not _is_reference(runs[0])]
     named = [name for name in distinguishing_axes(axes) if len({repr(each.get(name)) for each in axes}) > 1]
 
+    references = [runs[0] for runs in cells if _is_reference(runs[0])]
+    lengths, models = ({get(s) for s in references} for get in (_length, lambda s: s.model_text))
+
     def name(runs: Sequence[RunSpec]) -> str:
-        batch = f"reference, global batch {runs[0].global_batch}" if _is_reference(runs[0]) else ""
-        return batch or describe(runs[0].axes(), named or ("model", "world_size"))
+        spec = runs[0]
+        if not _is_reference(spec):
+            return describe(spec.axes(), named or ("model", "world_size"))
+        model = f", {spec.model_text}" if len(models) > 1 else ""
+        length = f", sequence length {_length(spec)}" if len(lengths) > 1 else ""
+        return f"reference{model}{length}, global batch {spec.global_batch}"
 
     def state(runs: Sequence[RunSpec]) -> Cell:
         states = [state_of(spec) for spec in runs]
@@ -79,6 +86,10 @@ def table(
     shown, absent = without_empty(made)
     note = ("State: weights, gradients and optimizer of one process.",)
     return replace(shown, notes=() if any(column.name == "state" for column in absent) else note)
+
+
+def _length(spec: RunSpec) -> int:
+    return spec.training.sequence_length
 
 
 def _is_reference(spec: RunSpec) -> bool:

@@ -87,6 +87,8 @@ def left_text(left_s: float | None) -> str:
     """The remaining time, rounded: the forecast is not accurate to the second."""
     if left_s is None:
         return "time left unknown"
+    if left_s < 1:
+        return "less than 1 s left"
     grain = next((grain for grain, limit in ((1.0, 20.0), (5.0, 120.0), (60.0, 7200.0)) if left_s < limit), 600.0)
     return f"about {format_duration(round(left_s / grain) * grain).removesuffix(' 00 s')} left"
 

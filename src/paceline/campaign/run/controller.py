@@ -95,12 +95,12 @@ def campaign(
     ask_engines([spec for spec in runs if _is_left(spec, out, retry)])
     if left := [spec for spec in specs if _is_left(spec, out, retry)]:
         notify(light_before(left))
-    observer.begin(runs)
     statuses: list[Status] = []
     rule = None if stopping is None else stopping.text
 
-    def plan() -> None:
-        write_plan(directory, runs, rule, usd_per_hour)
+    def announce(planned: Sequence[RunSpec]) -> None:
+        write_plan(directory, planned, rule, usd_per_hour)
+        observer.begin(planned)
 
     def run(requested: RunSpec) -> None:
         """One planned run and, for a search, all that follow from it."""
@@ -127,11 +127,10 @@ def campaign(
             if following is not None and following not in series:
                 series.append(following)
                 runs.append(following)
-                plan()
-                observer.begin(runs)
+                announce(runs)
 
     with store.exclusive(directory), closing(runs):
-        plan()
+        announce(runs)
         for spec in references.values() if cache else ():
             if _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
                 notify(reused_text(kept))
@@ -139,9 +138,7 @@ def campaign(
             for requested in tuple(runs):
                 run(requested)
         else:
-            _run_until(stopping, runs, run, obstacles.block, directory, notify, partial)
-            observer.begin(runs)
-            plan()
+            _run_until(stopping, runs, run, obstacles.block, announce, directory, notify, partial)
     if obstacles.left_out:
         notify(obstacles.text())
     return statuses
@@ -176,6 +173,7 @@ def _run_until(
     runs: list[RunSpec],
     run: Callable[[RunSpec], None],
     is_blocked: Callable[[RunSpec], bool],
+    announce: Callable[[Sequence[RunSpec]], None],
     directory: Path,
     notify: Notify,
     partial: Callable[[Sequence[RunRecord]], str],
@@ -202,6 +200,7 @@ def _run_until(
             notify(message)
         following = stopping.next_round([spec for spec in runs if not _is_reference(spec)], known, spent_s)
         planned = [spec for spec in following if not is_blocked(spec)]
+        announce([*runs, *planned])
 
 
 def reused_text(record: RunRecord) -> str:
@@ -419,10 +418,12 @@ def closing(specs: Sequence[RunSpec]) -> Iterator[None]:
 @dataclass(slots=True)
 class RedRepeats:
     """How often a launch with a red trust light is repeated. After a run that stayed red in each launch, the next ones
-    are launched once, until one of them is not red: a disturbance that lasts would triple the time of a campaign."""
+    are launched once, until one of them is not red: a disturbance that lasts would triple the time of a campaign.
+    reported: the user knows that it lasts."""
 
     most: int
     lasts: bool = False
+    reported: bool = False
 
 
 def execute(
@@ -457,10 +458,13 @@ def execute(
             store.note_repeats(run_dir, repeated)
     if light is not None:
         still = light.is_worth_repeating
-        why = " Not launched again, because the run before stayed red." if still and repeats.lasts else ""
-        if light.disturbances:
+        why = ""
+        if still and repeats.lasts:
+            why = " Not launched again, because the run before stayed red. The report lists further red runs."
+        if light.disturbances and not (why and repeats.reported):
             # The same advice after every amber run would be noise.
             notify(f"{light.line(f' during {spec.run_id}', with_fix=light.level == trust.RED)}{why}")
+        repeats.reported = bool(why)
         repeats.lasts = still and repeats.most > 0
     return status, error
 

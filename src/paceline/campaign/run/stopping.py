@@ -17,7 +17,7 @@ from paceline.analysis.compare.precision import Precision, launches_left
 from paceline.analysis.statistics.verdict import FEWEST_LAUNCHES
 from paceline.errors import RequestError
 from paceline.experiment.spec import RunSpec
-from paceline.wording import format_duration
+from paceline.wording import format_duration, short_percent
 
 MOST_LAUNCHES = 30
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -76,8 +76,8 @@ class Stopping:
         if not known:
             return "no cell has a valid launch"
         launches, width = sum(own.launches for own in known.values()), max(own.width for own in known.values())
-        reached = "no interval yet" if math.isinf(width) else f"the widest interval is +-{width * 100:.2g} %"
-        text = f"after {launches} launches, {reached}"
+        reached = "no interval yet" if math.isinf(width) else f"the widest interval is +-{short_percent(width)}"
+        text = f"after {launches} launch{'' if launches == 1 else 'es'}, {reached}"
         if self.until is None:
             return f"{text}; {format_duration(max(0.0, (self.budget_s or 0.0) - spent_s))} left"
         left = launches_left(known, self.until, MOST_LAUNCHES)

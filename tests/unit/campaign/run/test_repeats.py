@@ -160,14 +160,15 @@ def test_a_disturbance_that_lasts_is_not_repeated_in_every_run(
     tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trust, "before", lambda **_uses: trust.Trust(()))
-    # The first run stays red, so the second is launched once; the third is calm, so the fourth is repeated again.
-    weather.script = [BUSY, BUSY, BUSY, BUSY, CALM, BUSY, CALM]
-    specs = [replace(spec, repeat=number) for number in range(4)]
+    # The first run stays red, so the next two are launched once, and the user is told once. The fourth is calm, so the
+    # last one is repeated again.
+    weather.script = [BUSY, BUSY, BUSY, BUSY, BUSY, CALM, BUSY, CALM]
+    specs = [replace(spec, repeat=number) for number in range(5)]
     messages: list[str] = []
     controller.campaign(specs, tmp_path, Watcher(), notify=messages.append)
     assert weather.submitted == len(weather.script)
     records = {record.spec.repeat: record.repeated for record in store.read_runs(tmp_path)[0]}
-    assert records == {0: 2, 1: 0, 2: 0, 3: 1}
+    assert records == {0: 2, 1: 0, 2: 0, 3: 0, 4: 1}
     (once,) = [message for message in messages if "Not launched again" in message]
     assert once.startswith(f"trust: red during {specs[1].run_id}: other processes used 1.0 of 2 cores.")
 

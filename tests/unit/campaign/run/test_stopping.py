@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,23 @@ def launch(make_spec: Make, make_outcome: Make, launcher: Make) -> Callable[...,
 
 def run(spec: RunSpec, out: Path, rule: Stopping) -> tuple[list[Status], list[str]]:
     messages: list[str] = []
-    return controller.campaign([spec], out, Watcher(), stopping=rule, notify=messages.append), messages
+    watcher = Announced()
+    return controller.campaign([spec], out, watcher, stopping=rule, notify=messages.append), messages
+
+
+class Announced(Watcher):
+    """Every run that ends was announced before: a display counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.announced: set[str] = set()
+
+    def begin(self, specs: Sequence[RunSpec]) -> None:  # type: ignore[override]
+        self.announced = {spec.run_id for spec in specs}
+
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:  # type: ignore[override]
+        super().ended(spec, status, error, known)
+        assert spec.run_id in self.announced
 
 
 def test_a_quiet_cell_gets_the_fewest_launches(tmp_path: Path, launch: Make) -> None:
