@@ -220,7 +220,7 @@ def test_history_keeps_every_launch_of_a_repeated_run(
     assert cli.main(["history", str(tmp_path / "days")]) == 0
     text = capsys.readouterr().out
     assert text == golden
-    assert "tokens_per_s" in text
+    assert "tokens/s" in text
     assert "driver 580 -> 590" in text
     assert cli.main(["history", *(str(tmp_path / "days" / str(day)) for day in range(2))]) == 0
     assert capsys.readouterr().out == golden

@@ -73,7 +73,7 @@ def test_where_nothing_separates_it_says_so(days: Builder, golden: object) -> No
 def test_a_fault_that_was_mended_is_told_in_the_past(days: Builder, golden: object) -> None:
     mended = present.sentence([speed(days([1.0] * 4 + [1.1] * 4 + [1.0] * 4))])
     assert mended == golden
-    assert "tokens_per_s" in mended
+    assert "tokens/s" in mended
     assert "9.1 %" in mended
     assert "lower" in mended
     assert " is " not in mended
@@ -89,7 +89,7 @@ def test_a_fault_that_lasts_comes_before_a_newer_one_that_was_mended(days: Build
     text = present.sentence([mended, lasting])
     assert text == golden
     assert f"{lasting.label}" in text
-    assert "tokens_per_s" in text
+    assert "tokens/s" in text
     assert "23.1 %" in text
     assert "lower" in text
 
@@ -153,7 +153,7 @@ def test_the_chart_names_the_change(days: Builder) -> None:
     assert len(report.histories) == 2, "a panel for each: throughput and memory"
     text = " ".join(ElementTree.fromstring(plots.image(report, "history_tokens_per_s", "svg")).itertext())
     assert "driver 580 -> 590" in text
-    assert "tokens_per_s" in text
+    assert "tokens/s" in text
 
 
 def test_the_page_draws_shares_of_the_first_level(days: Builder) -> None:
