@@ -138,7 +138,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return OK
     for table in (tables.summary(one, tokens, usd), tables.time_parts(one)):
         screen.print(Fitted(table))
-    memory = rehearse(arguments.model, one.setup, arguments.rehearse)
+    with screen.status(f"Rehearsing the memory: at most {arguments.rehearse:g} s (--rehearse 0 skips it)"):
+        memory = rehearse(arguments.model, one.setup, arguments.rehearse)
     screen.print(Fitted(tables.memory_parts(one, memory.components, memory.reason)))
     if anchors or observations:
         screen.print(Fitted(tables.narrowing(worth(one.setup, anchors, observations))))
