@@ -275,8 +275,8 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         notes.append("a script was given no token ids: each of its samples counts as one token")
     if "unseen" in data:
         notes.append(
-            "the forward passes of a script are inside of what torch.compile compiles, where its data cannot be seen: "
-            "each of its micro batches counts as one token"
+            "the forward passes of a script are inside compiled code, where its data cannot be seen: each of its micro "
+            "batches counts as one token"
         )
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)

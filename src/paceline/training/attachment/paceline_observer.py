@@ -3,9 +3,8 @@
     no step ── forward of a module that learns ── step open ── optimizer step ── step closed ── next forward ── written
 
 A step ends with the last optimizer step before the next forward pass, so several optimizers, or the parts of a sharded
-one, make one step. Forward passes inside of what torch.compile compiles cannot be seen; there, backward passes mark the
-steps, and the data are unknown. Nothing is printed, no device is waited for, and an error of the observer never reaches
-the script.
+one, make one step. Forward passes inside compiled code cannot be seen; there, backward passes mark the steps, and the
+data are unknown. Nothing is printed, no device is waited for, and an error of the observer never reaches the script.
 """
 
 from __future__ import annotations
@@ -131,7 +130,9 @@ class Observer:
     def adopt(self, module: Any, args: Any) -> None:
         """Take the largest module that is called by itself and learns as the model of the script."""
         size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        if not size or self.is_blind or (self.root is not None and size <= self.facts["size"]):
+        if not size or (self.root is not None and size <= self.facts.get("size", 0)):
+            return
+        if self.is_blind and not self.see_again():
             return
         self.unhook_model()
         device = next(p for p in module.parameters() if p.requires_grad).device.type
@@ -147,6 +148,15 @@ class Observer:
         if hasattr(module, "_orig_mod"):
             # A compiled module: global hooks would become part of what is compiled.
             self.stop_discovery()
+
+    def see_again(self) -> bool:
+        """Forget backward passes without a forward pass if no optimizer has stepped since: they were no training."""
+        if self.step is None or self.step.end is not None:
+            return False
+        self.is_blind, self.root, self.step = False, None, None
+        self.facts, self.stepped, self.rates = {}, {}, hashlib.sha256()
+        self.sources.clear()
+        return True
 
     def use_clock_of(self, device: str) -> None:
         if device == "cuda" and isinstance(self.clock, HostClock):
@@ -504,7 +514,8 @@ class Observer:
             return
         self.readout.finish(self.clock)
         self.write_line(facts.memory_line(self.rank, self.facts["device"]))
-        final = digests.weights_of(self.root.named_parameters()) if not self.facts.get("crash") else None
+        is_known = self.root is not None and not self.facts.get("crash")
+        final = digests.weights_of(self.root.named_parameters()) if is_known else None
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None

@@ -1,4 +1,4 @@
-"""Forward passes inside of what torch.compile compiles: steps, losses and weights are observed, the data are not."""
+"""Forward passes inside compiled code: steps, losses and weights are observed, the data are not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from paceline.workloads.script.process import read_facts
 
 pytestmark = pytest.mark.slow
 
-# Rank 0 compiles nothing, rank 1 a function that calls the model, rank 2 the model in place and gives a closure.
+# Rank 0 compiles nothing, but begins with a backward pass that is no training; rank 1 compiles a function that calls
+# the model, rank 2 the model in place, and gives the optimizer a closure.
 TRAIN = """
 import os, sys
 import torch, torch._dynamo
@@ -27,6 +28,8 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Embedding(40, 8), torch.nn.Flatten(), torch.nn.Linear(48, 40))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 batches = torch.Generator().manual_seed(1)
+if rank == 0:
+    torch.ones(2, requires_grad=True).sum().backward()
 
 
 def loss_of(ids):
