@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import pytest
 from testbed import EXHAUSTIVE, workers
-from testbed.nursery import command
+from testbed.nursery import begin, command, end
 
 from paceline import __version__
 from paceline.experiment.choices import Choice
@@ -42,6 +42,7 @@ os.environ.setdefault("PACELINE_RED_REPEATS", "0")
 os.environ.setdefault("PACELINE_ALLOW_MODULES", "testbed,faulty,adversary,engine,launcher,strategy,env")
 
 TESTS = Path(__file__).parent
+NURSERY = Path(tempfile.gettempdir()) / f"nursery-{workers.OWNER}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -163,10 +164,16 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def nursery() -> Iterator[None]:
     """The folder of the processes that fork ranks (see testbed/nursery.py). They live as long as pytest, whose workers
     share them, and remove the folder at their end. Names of sockets must be short."""
+    usual = clean_environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore::FutureWarning")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NURSERY", str(Path(tempfile.gettempdir()) / f"nursery-{workers.OWNER}"))
-        patch.setenv("NURSERY_OWNER", str(workers.OWNER))
+        for name, value in begin(NURSERY, workers.OWNER, usual).items():
+            patch.setenv(name, value)
         yield
+
+
+def pytest_unconfigure() -> None:
+    if os.getpid() == workers.OWNER:
+        end(NURSERY)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

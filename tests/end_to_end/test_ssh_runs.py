@@ -123,8 +123,8 @@ def test_a_campaign_on_two_hosts_ends_with_a_certified_report(
 ) -> None:
     """From the command line, by torchrun, the reference on the first host. The hosts offer the number of nodes."""
     options = {"name": "ssh", **hosts.options()}
-    formats = ("html", "json")
-    done = campaign("ssh", {"strategy": ["ddp"]}, formats=formats, launcher=options, **smaller | {"processes": 1})
+    how: dict[str, Any] = {"formats": ("html", "json"), "env": {"FORKED_RUNNER": "testbed.forked_torchrun"}}
+    done = campaign("ssh", {"strategy": ["ddp"]}, **how, launcher=options, **smaller | {"processes": 1})
     assert done.code == 0, done.stdout + done.stderr
     record = done.record("ddp")
     assert record.spec.topology.nodes == 2

@@ -1,7 +1,7 @@
-"""One rank per node in this process, instead of torchrun (`agent --runner testbed.bare`).
+"""One rank per node, instead of torchrun (`agent --runner testbed.bare`): forked from the nursery, or this process
+where there is no way to the nursery, as in a container.
 
-Without torchrun's own process torch is imported once a node instead of twice, and the store of the launch is that of
-rank 0, which ends with it.
+There is no process of torchrun, and the store of the launch is that of rank 0, which ends with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 
 from paceline.launchers.node import placement, torchrun
-from paceline.workloads import worker
+from testbed import nursery
 
 
 def main(argv: list[str]) -> int:
@@ -18,6 +18,10 @@ def main(argv: list[str]) -> int:
     place = placement.here(os.environ)
     os.environ |= torchrun.store_variables(known.master_addr, known.master_port, known.store_fd)
     os.environ |= {"RANK": str(place.node), "WORLD_SIZE": str(place.nodes), "LOCAL_RANK": "0"}
+    if "NURSERY" in os.environ:
+        return nursery.started("paceline.workloads.worker", rest[-1:])
+    from paceline.workloads import worker
+
     return worker.main(["paceline.workloads.worker", rest[-1]])
 
 

@@ -14,6 +14,8 @@ import gc
 import importlib
 import multiprocessing
 import os
+import runpy
+import select
 import signal
 import socket
 import sys
@@ -109,6 +111,8 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
     namespaces, each rank is on a host of its own. A file instead of a run folder lists many of them, or names a
     function that is called with each rank and ends it: `MODULE FUNCTION RANKS` in a file that ends with .call."""
     end_with_parent(signal.SIGKILL)
+    if "module" in request:
+        return run_program(request["module"], request["arguments"], link)
     run_dir = Path(request["run_dir"])
     if run_dir.suffix == ".call":
         module, function, processes = run_dir.read_text().split()
@@ -128,6 +132,36 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
             fork_rehearsals()
 
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
+
+
+def run_program(module: str, arguments: list[str], link: socket.socket) -> int:
+    """The exit code of `python -m MODULE ARGUMENTS`, negative for a signal. It is killed once nobody waits for it.
+    Where it is torchrun, its ranks are programs of the nursery too."""
+    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("python.sh")), "NURSERY_PYTHON": sys.executable}
+    program = os.fork()
+    if program == 0:
+        code = 1
+        try:
+            link.close()
+            end_with_parent(signal.SIGKILL)
+            sys.argv = [module, *arguments]
+            sys.modules.pop(module, None)  # it becomes __main__
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    ended = os.pidfd_open(program)
+    if ended not in select.select([ended, link], [], [])[0]:
+        os.kill(program, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
 
 
 def is_profiled(spec: RunSpec) -> bool:

@@ -3,12 +3,14 @@
 One for each set of imports, started by the first run that needs it, anew where it has died, and gone with the process
 NURSERY_OWNER names (pytest: its workers share them). Those that import more than torch are forked from the one that has
 torch. A run reaches it through a socket in NURSERY, hands over its output and its environment, and waits; when it goes
-away, its ranks are ended. Another one has imported the command line and forks `paceline ARGUMENTS`.
+away, its ranks are ended. Another one has imported the command line and forks `paceline ARGUMENTS`. Instead of a run,
+any program may be asked for (see `started`), which ends with whoever asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import io
@@ -46,6 +48,9 @@ READ = (
 )
 READ += ("PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS", "PYTHONMALLOC")
 COMMAND = "command"
+# What a program is given of its asker's namespaces; how many files it may be given; numbers beyond those of any file.
+SPACES, MOST_FILES, BEYOND = ("net", "uts"), 64, 512
+USUAL = "usual.json"
 
 
 def command(
@@ -68,8 +73,51 @@ def answered(kind: str, run_dir: Path) -> int:
     return _asked(kind, request, (sys.stdout.fileno(), sys.stderr.fileno()), None)
 
 
+def started(module: str, arguments: Sequence[str]) -> int:
+    """The exit code of `python -m MODULE ARGUMENTS`, forked where torch has been imported. It has the files that this
+    process inherited, under the same numbers, its network and its host name. What this environment says beside USUAL
+    reaches the program, but came too late for the import of torch."""
+    request = {"module": module, "arguments": list(arguments), "cwd": str(Path.cwd()), "env": dict(os.environ)}
+    opened = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    numbers = [number for number in opened if _is_inherited(number)]
+    spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in SPACES]
+    usual = json.loads((Path(os.environ["NURSERY"]) / USUAL).read_text())
+    return _answer("1", usual, {**request, "files": numbers}, [*numbers, *spaces], None)
+
+
+def _is_inherited(file: int) -> bool:
+    """What Python opens itself no child of it has."""
+    with contextlib.suppress(OSError):  # closed by now
+        return os.get_inheritable(file)
+    return False
+
+
+def begin(folder: Path, owner: int, usual: Mapping[str, str]) -> dict[str, str]:
+    """Make the folder of the nurseries of the process `owner`. Returns the variables by which others find it; usual:
+    those which a nursery of programs is started with."""
+    variables = {"NURSERY": str(folder), "NURSERY_OWNER": str(owner)}
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = folder / str(os.getpid())
+    own.write_text(json.dumps({**usual, **variables}))
+    own.rename(folder / USUAL)
+    return variables
+
+
+def end(folder: Path) -> None:
+    """The last of several removes the folder."""
+    (folder / USUAL).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def _asked(kind: str, request: Mapping[str, Any], files: Sequence[int], timeout_s: float | None) -> int:
-    with _connected(_path(kind, request["env"]), kind, request["env"]) as link:
+    return _answer(kind, request["env"], request, files, timeout_s)
+
+
+def _answer(
+    kind: str, env: Mapping[str, str], request: Mapping[str, Any], files: Sequence[int], timeout_s: float | None
+) -> int:
+    with _connected(_path(kind, env), kind, env) as link:
         _send(link, request, files)
         link.settimeout(timeout_s)
         said = link.makefile().readline()
@@ -163,11 +211,9 @@ def serve(path: Path, owner: int, answer: Answer) -> None:
 
 
 def clear(path: Path) -> None:
-    """The last of several removes the folder."""
     for mine in (path, path.with_suffix(".log")):
         mine.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()
+    end(path.parent)
 
 
 def _live(link: socket.socket, answer: Answer) -> None:
@@ -176,16 +222,14 @@ def _live(link: socket.socket, answer: Answer) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        text, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
+        text, files, _, _ = socket.recv_fds(link, 1 << 20, MOST_FILES)
         while not text.endswith(b"\n"):
             more = link.recv(1 << 20)
             if not more:
                 os._exit(1)  # whoever asked is gone
             text += more
         request = json.loads(text)
-        for number, file in zip((1, 2), files, strict=True):
-            os.dup2(file, number)
-            os.close(file)
+        link = _take(link, files, request.get("files", (1, 2)))
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
@@ -197,8 +241,35 @@ def _live(link: socket.socket, answer: Answer) -> None:
         os._exit(code)
 
 
-def main(verb: str, kind: str, path: Path) -> int:
-    return answered(kind, path) if verb == "run" else _become(kind, path)
+def _take(link: socket.socket, files: Sequence[int], numbers: Sequence[int]) -> socket.socket:
+    """Give received files these numbers, and enter the namespaces that came with them. The link has another number."""
+    received = (link.detach(), *files)
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, BEYOND) for file in received]
+    for file in received:
+        os.close(file)
+    for file, number in zip(high[1:], numbers, strict=False):
+        os.dup2(file, number)
+    for file in high[1 + len(numbers) :]:
+        ctypes.CDLL(None).setns(file, 0)
+    for file in high[1:]:
+        os.close(file)
+    return socket.socket(fileno=high[0])
+
+
+def main(verb: str, *words: str) -> int:
+    if verb == "start":
+        return start_here(words)
+    kind, path = words
+    return answered(kind, Path(path)) if verb == "run" else _become(kind, path)
+
+
+def start_here(words: Sequence[str]) -> int:
+    """What `python WORDS` would do, with words `-u -m MODULE ARGUMENTS`. Its end is this process's, by a signal too."""
+    module, *arguments = words[words.index("-m") + 1 :]
+    code = started(module, arguments)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    return code
 
 
 def _become(kind: str, path: Path | str) -> NoReturn:
@@ -212,4 +283,4 @@ def _become(kind: str, path: Path | str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    sys.exit(main(*sys.argv[1:]))

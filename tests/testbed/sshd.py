@@ -34,7 +34,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PrintMotd no
 MaxStartups 100
-SetEnv PYTHONPATH={path} OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE={compiled}
+SetEnv PYTHONPATH={path} OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE={compiled} NURSERY="{nursery}"
 """
 
 
@@ -74,9 +74,9 @@ class Hosts:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         config = self.folder / f"sshd_{address}.conf"
         compiled = os.environ.get("PYTHONDONTWRITEBYTECODE", "")
-        config.write_text(
-            _CONFIG.format(port=self.port, address=address, folder=self.folder, path=path, compiled=f'"{compiled}"')
-        )
+        nursery = os.environ.get("NURSERY", "")
+        words = {"folder": self.folder, "path": path, "compiled": f'"{compiled}"', "nursery": nursery}
+        config.write_text(_CONFIG.format(port=self.port, address=address, **words))
         with (self.folder / f"sshd_{address}.log").open("ab") as log:
             command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
             self._servers[address] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 from testbed import nursery
 
@@ -77,3 +80,49 @@ def test_a_command_is_a_process_of_its_own(paceline: Any, tmp_path: Path) -> Non
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("paceline: wrong.yaml")
     assert paceline("list", "models").stdout.startswith("tiny ")
+
+
+PROGRAM = """
+import os, sys, time
+os.write(int(sys.argv[1]), b"%d" % os.getpid())
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), 9)
+if sys.argv[2] == "wait":
+    time.sleep(3600)
+print(sys.stdin.readline(), "as", __name__)
+sys.exit(7)
+"""
+
+
+def test_a_program_has_the_files_and_the_end_of_whoever_asks(paceline: Any, environment: Any, tmp_path: Path) -> None:
+    """The nursery runs it as __main__ in another process, which ends as the one that asks does, and with it."""
+    (tmp_path / "told.py").write_text(PROGRAM)
+    reader, writer = os.pipe()
+
+    def ask(what: str) -> tuple[subprocess.Popen[str], int]:
+        words = ("start", "-u", "-m", "told", str(writer), what)
+        asking = subprocess.Popen(
+            [sys.executable, "-m", "testbed.nursery", *words],
+            env=environment(PYTHONPATH=str(tmp_path)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[writer],
+        )
+        program = int(os.read(reader, 99))
+        assert program != asking.pid
+        return asking, program
+
+    try:
+        answered, _ = ask("answer")
+        assert (answered.communicate("asked")[0], answered.returncode) == ("asked as __main__\n", 7)
+        killed, _ = ask("killed")
+        assert killed.wait() == -signal.SIGKILL
+        left, program = ask("wait")
+        waiting = psutil.Process(program)
+        left.kill()
+        left.communicate()
+        waiting.wait(60)
+    finally:
+        os.close(reader)
+        os.close(writer)
