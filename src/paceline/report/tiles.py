@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from paceline.analysis.findings import CollectiveRow, Cost, Measurement, Report, offers_of
-from paceline.analysis.findings.cell_axes import axis_text
+from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT
 from paceline.host.prices import SPOT
 from paceline.report import answer
-from paceline.report.charts.chart import strategies, thinned
+from paceline.report.charts.chart import COLOURS, strategies, thinned
+from paceline.report.charts.fabric import operations
 from paceline.report.charts.front import lead_group
 from paceline.report.charts.money import PER_BILLION
 from paceline.report.tables import ceilings, served
@@ -86,7 +87,7 @@ def _training_tiles(report: Report, group: Group) -> tuple[Tile, ...]:
     found = [_measured_tile(report, group, row, THROUGHPUT, "Throughput", where, colours)]
     share = row.measurements.get(SHARE)
     known = share is not None and share.value is not None
-    note = (share.note or "").partition(", ")[2].partition(" (")[0] if share else ""
+    note = (share.note or "").partition(", ")[2].partition(" (")[0].rpartition(", ")[2] if share else ""
     found.append(
         _measured_tile(report, group, row, SHARE, "MFU", note, colours)
         if known
@@ -190,6 +191,10 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
         (("tpot_p99_s", "tpot_p50_s"), "TPOT"),
     ]
     what = served.load_text(best, loads).partition(", engine")[0]
+
+    def values_of(metric: str) -> tuple[float, ...]:
+        return tuple(v for load in loads.values() if (m := load.get(metric)) and (v := m.value) is not None)
+
     found = []
     for metrics, name in chosen:
         metric = next((n for n in metrics if (m := best.get(n)) and m.value is not None), None)
@@ -199,12 +204,8 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
         scale = scale_of(m.unit, metric, (m.value,))
         value, interval = format_parts(m.value, m.low, m.high, scale)
         percentile = next((f" {p}" for p in ("p99", "p50") if p in metric), "")
-        others = tuple(v for load in loads.values() if (n := load.get(metric)) and (v := n.value) is not None)
-        trend = None
-        if len(others) > 1:
-            trend = Trend(
-                values=others, name="each load", kind=BARS, colours=(0,) * len(others), at=_index(others, m.value)
-            )
+        others = values_of(metric)
+        trend = _each_load(others, m.value)
         few = "" if "p99" in metric or name == "Output" else "too few requests for p99; "
         found.append(
             Tile(
@@ -224,17 +225,32 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
         value, interval = format_parts(m.value, m.low, m.high)
         note = f"output tokens, at {cost.price.name}, {cost.price.kind}"
         unit = "USD per million tokens"
-        found.append(Tile(name="Cost", value=value, unit=unit, interval=interval, note=note, cell=m.cell))
+        alike = (c for c in report.served_costs if c.price.name == cost.price.name and c.price.kind == cost.price.kind)
+        usd = tuple(c.usd_per_output_mtok.value for c in alike if c.usd_per_output_mtok.value is not None)
+        trend = _each_load(usd, m.value)
+        found.append(Tile(name="Cost", value=value, unit=unit, interval=interval, note=note, trend=trend, cell=m.cell))
     elif (rate := best.get("requests_per_s")) is not None and rate.value is not None:
         value, interval = format_parts(rate.value, rate.low, rate.high)
         found.append(
-            Tile(name="Requests", value=value, unit="requests/s", interval=interval, note=what, cell=rate.cell)
+            Tile(
+                name="Requests",
+                value=value,
+                unit="requests/s",
+                interval=interval,
+                note=what,
+                trend=_each_load(values_of("requests_per_s"), rate.value),
+                cell=rate.cell,
+            )
         )
     return tuple(found)
 
 
-def _index(values: Sequence[float], value: float | None) -> int | None:
-    return values.index(value) if value in values else None
+def _each_load(values: tuple[float, ...], own: float | None) -> Trend | None:
+    """All loads beside each other, in a colour that none of them has."""
+    if len(values) < 2:
+        return None
+    at = values.index(own) if own in values else None
+    return Trend(values=values, name="each load", kind=BARS, colours=(COLOURS,) * len(values), at=at)
 
 
 def _fabric_tiles(report: Report) -> tuple[Tile, ...]:
@@ -249,6 +265,7 @@ def _fabric_tiles(report: Report) -> tuple[Tile, ...]:
             best[row.operation] = row
     wanted = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     order = sorted(best, key=lambda op: wanted.index(op) if op in wanted else len(wanted))
+    colours = {one.name: one.colour for one in operations(report)}
     found = []
     for operation in order[: TILES - 1]:
         row = best[operation]
@@ -263,7 +280,11 @@ def _fabric_tiles(report: Report) -> tuple[Tile, ...]:
                 value=format_parts(row.busbw_bytes_per_s, None, None, scale)[0],
                 unit=scale.unit,
                 note=", ".join(filter(None, (f"{row.dtype}, {axis_text('world_size', row.axes)}", row.note))),
-                trend=Trend(values=tuple(sizes[s] for s in sorted(sizes)), name="over message size", colours=(0,))
+                trend=Trend(
+                    values=tuple(sizes[s] for s in sorted(sizes)),
+                    name="over message size",
+                    colours=(colours[operation],),
+                )
                 if len(sizes) > 1
                 else None,
                 cell=row.cell,
@@ -288,9 +309,15 @@ def _memory_tiles(report: Report) -> tuple[Tile, ...]:
     if not rows:
         return ()
     unit = memory_scale(rows)
+    rows.sort(key=lambda row: row.measured["peak"] or 0)
     peaks = [float(row.measured["peak"] or 0) for row in rows]
+    known = {one.name: one.colour for one in strategies(report)}
+    colours = tuple(known[describe(row.axes, ())] for row in rows)
     most = max(rows, key=lambda row: row.measured["peak"] or 0)
-    errors = [abs(row.error_ratio) for row in rows if row.error_ratio is not None]
+    wrong = sorted(
+        (abs(row.error_ratio), colour) for row, colour in zip(rows, colours, strict=True) if row.error_ratio is not None
+    )
+    errors = [error for error, _ in wrong]
     capacity = f"of {most.capacity_bytes * unit.factor:.0f} {unit.unit}" if most.capacity_bytes else ""
     found = [
         Tile(
@@ -298,12 +325,12 @@ def _memory_tiles(report: Report) -> tuple[Tile, ...]:
             value=format_parts(max(peaks), None, None, unit)[0],
             unit=unit.unit,
             note=capacity,
-            trend=Trend(values=tuple(sorted(peaks)), name="every cell", kind=BARS, colours=(0,) * len(peaks)),
+            trend=Trend(values=tuple(peaks), name="every cell", kind=BARS, colours=colours),
             cell=most.cell,
         )
     ]
     if errors:
-        bars = Trend(values=tuple(sorted(errors)), name="every cell", kind=BARS, colours=(0,) * len(errors))
+        bars = Trend(values=tuple(errors), name="every cell", kind=BARS, colours=tuple(colour for _, colour in wrong))
         cells = f"of {len(errors)} cells"
         found += [
             Tile(name="Median error", value=short_percent(median(errors)).removesuffix(" %"), unit="%", note=cells),

@@ -124,6 +124,12 @@ def parts(names: Iterable[str]) -> tuple[Series, ...]:
     return tuple(Series(name=n, colour=COLOURS + min(i, PARTS - 1)) for i, n in enumerate(dict.fromkeys(names)))
 
 
+def others(names: Iterable[str]) -> tuple[Series, ...]:
+    """Series beside what is compared (replicas, number formats): colours of parts, the most different first."""
+    order = tuple(COLOURS + i for i in (0, 4, 2, 3, 1, 5))
+    return tuple(Series(name=n, colour=order[min(i, PARTS - 1)]) for i, n in enumerate(dict.fromkeys(names)))
+
+
 def strategies(report: Report) -> tuple[Series, ...]:
     """Strategies with their colours, the same in every chart; the shortest name is the first."""
     labels = {row.label for group in groups(report) for row in group.rows}

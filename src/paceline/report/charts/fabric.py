@@ -6,7 +6,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.analysis.findings import CollectiveRow, Report
-from paceline.report.charts.chart import CURVE, HEAT, JOINED, LINES, LOG, LOG2, LONE, Axis, Chart, Point, Rule, numbered
+from paceline.report.charts.chart import (
+    CURVE,
+    HEAT,
+    JOINED,
+    LINES,
+    LOG,
+    LOG2,
+    LONE,
+    Axis,
+    Chart,
+    Point,
+    Rule,
+    Series,
+    numbered,
+    others,
+    used,
+)
 from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import US, fabric_name, number
 from paceline.wording import format_size, scale_of
@@ -55,7 +71,7 @@ def collectives(report: Report) -> Iterator[Chart]:
             x=BYTES,
             y=Axis(label=US.unit, unit=US.unit, scale=LOG, zero=False),
             points=tuple(times),
-            series=numbered(r.dtype for r in ours),
+            series=others(r.dtype for r in ours),
         )
         yield base
         yield replace(
@@ -66,6 +82,11 @@ def collectives(report: Report) -> Iterator[Chart]:
             y=Axis(label=scale.unit, unit=scale.unit, scale=LOG, zero=False),
             points=tuple(rates),
         )
+
+
+def operations(report: Report) -> tuple[Series, ...]:
+    """Operations that have a bandwidth, with their colours."""
+    return numbered(sorted({row.operation for row in report.collectives if row.busbw_bytes_per_s}))
 
 
 def busbw(report: Report) -> Iterator[Chart]:
@@ -102,7 +123,7 @@ def busbw(report: Report) -> Iterator[Chart]:
         x=BYTES,
         y=Axis(label=scale.unit, unit=scale.unit, scale=LOG, zero=False),
         points=tuple(points),
-        series=numbered(r.operation for r in fastest.values()),
+        series=used(operations(report), points),
         rules=(Rule(y=limit[0] * scale.factor, label=limit[1]),) if limit else (),
     )
 

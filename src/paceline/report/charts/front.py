@@ -22,10 +22,11 @@ from paceline.report.charts.chart import (
     Series,
     in_full,
     measured_point,
-    numbered,
+    others,
     strategies,
     used,
 )
+from paceline.report.charts.served import load_series
 from paceline.report.tables.memory import labels, scale
 from paceline.report.text.cells import THROUGHPUT, Group, groups, ranked_cells
 from paceline.report.text.load_names import beside, family_words, marked, served_words, short_load
@@ -164,18 +165,23 @@ def per_user(report: Report) -> Iterator[Chart]:
     if found is None or len(known) < 2:
         return
     named = beside(found)
-    families = list(dict.fromkeys(family_words(load, named) for load, _ in known))
-    short = short_names(families)
+    coloured = load_series(found)
+    # Each load has its own colour, or, where they are too many, each family of loads one that no load has.
+    words = [served_words(load, named) for load, _ in known]
+    families = not {*words} <= {*coloured}
+    if families:
+        long = [family_words(load, named) for load, _ in known]
+        short = short_names(list(dict.fromkeys(long)))
+        words = [short[name] for name in long]
     points = []
-    for load, tpot in known:
+    for (load, tpot), name in zip(known, words, strict=True):
         rate = load.output_tokens_per_s or 0.0
         at = short_load(load.rate_per_s, load.concurrency)
-        family = short[family_words(load, named)]
         points.append(
             Point(
                 x=1 / tpot,
                 y=rate,
-                series=family,
+                series=name,
                 label=marked(served_words(load, named), load.is_believed),
                 text=at or load.scenario,
                 detail=f"{rate:,.4g} tokens/s in all\n{1 / tpot:,.4g} tokens/s per user (median TPOT "
@@ -197,7 +203,10 @@ def per_user(report: Report) -> Iterator[Chart]:
         x=Axis(label="tokens/s per user", unit="tokens/s", ticks="round"),
         y=Axis(label="output, tokens/s", unit="tokens/s"),
         points=(*points, *front),
-        series=(*numbered(p.series for p in points), *_grey(FRONT, front)),
+        series=(
+            *(others(p.series for p in points) if families else used(coloured.values(), points)),
+            *_grey(FRONT, front),
+        ),
         section=SERVED,
     )
 

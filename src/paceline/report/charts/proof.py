@@ -22,7 +22,7 @@ from paceline.report.charts.chart import (
     thinned,
     used,
 )
-from paceline.report.text.cells import axes_of, cell_name, varying_axes, without_shared
+from paceline.report.text.cells import axes_of, cell_name, groups, varying_axes, without_shared
 from paceline.wording import format_number, places
 
 BAND = "accepted"
@@ -35,6 +35,7 @@ COMPUTE, EXPOSED, IDLE = "compute", "communication that nothing hides", "idle"
 def loss(report: Report) -> Iterator[Chart]:
     """A panel per group of equal work: every run's loss over that of the reference, with the band it must stay in."""
     colours = {s.name: s.colour for s in strategies(report)}
+    labels = {row.cell: row.label for group in groups(report) for row in group.rows}
     works = list(dict.fromkeys(c.work for c in report.certificates if c.loss))[:MOST_PANELS]
     points: list[Point] = []
     names: dict[str, int] = {}
@@ -47,8 +48,8 @@ def loss(report: Report) -> Iterator[Chart]:
         for certificate in ours:
             curve = certificate.loss
             assert curve is not None
-            name = describe(axes_of(report, certificate.cell) or {}, ())
-            names.setdefault(name, colours.get(name, len(names) % 8))
+            name = labels.get(certificate.cell) or describe(axes_of(report, certificate.cell) or {}, ())
+            names.setdefault(name, colours.get(name, GREY))
             steps = list(zip(curve.steps, curve.losses, curve.reference, curve.limits, strict=True))
             for step, own, base, limit in thinned(steps, MOST_STEPS):
                 widest[step] = max(widest.get(step, 0.0), limit)

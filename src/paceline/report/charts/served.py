@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.analysis.findings import LatencySpread, Report, ServedLoad
+from paceline.analysis.findings import LatencySpread, Report, ServedLoad, ServedShapes
 from paceline.analysis.findings.served import LATENCY, TPOT, TTFT
 from paceline.report.charts.chart import (
     BARS,
@@ -24,6 +24,7 @@ from paceline.report.charts.chart import (
     Rule,
     Series,
     numbered,
+    others,
     thinned,
     used,
 )
@@ -51,6 +52,13 @@ WITHIN, BEYOND = "within its bounds", "beyond a bound"
 def in_ms(seconds: float | None) -> str:
     value = MS.apply(seconds)
     return MISSING if value is None else format_number(value, max(0, places(value, None, None)))
+
+
+def load_series(found: ServedShapes) -> dict[str, Series]:
+    """The loads that have a colour of their own, which is the same in every chart, by name."""
+    named = beside(found)
+    loads = thinned([load for load in found.loads if load.spreads], MOST_LOADS)
+    return {one.name: one for one in numbered(marked(served_words(load, named), load.is_believed) for load in loads)}
 
 
 # --- latency over throughput ---
@@ -100,8 +108,8 @@ def curve(report: Report) -> Iterator[Chart]:
                 )
             )
     series = [
-        Series(name=series_name(family, percentile), colour=min(i, 7), dashed=percentile == "p50")
-        for i, family in enumerate(families)
+        Series(name=series_name(family, percentile), colour=one.colour, dashed=percentile == "p50")
+        for family, one in zip(families, others(families), strict=True)
         for percentile in ("p99", "p50")
     ]
     units = {"requests a second" if load.rate_per_s is not None else "requests in flight" for load in loads}
@@ -150,8 +158,9 @@ def distributions(report: Report) -> Iterator[Chart]:
     if found is None or not found.loads:
         return
     named = beside(found)
-    loads = thinned([load for load in found.loads if load.spreads], MOST_LOADS)
-    names = {marked(served_words(load, named), load.is_believed): load for load in loads}
+    series = load_series(found)
+    every = {marked(served_words(load, named), load.is_believed): load for load in found.loads if load.spreads}
+    names = {name: load for name, load in every.items() if name in series}
     points = [
         point
         for quantity in WORDS
@@ -162,7 +171,7 @@ def distributions(report: Report) -> Iterator[Chart]:
             spread, WORDS[quantity], name, load.cell, load.runs, LONE if load.is_believed else RING
         )
     ]
-    left = len(found.loads) - len(loads)
+    left = len(found.loads) - len(names)
     rest = f" {left} of {len(found.loads)} loads are left out." if left else ""
     yield Chart(
         name="served_distributions",
@@ -173,8 +182,8 @@ def distributions(report: Report) -> Iterator[Chart]:
         x=Axis(label="percentile", unit="%", scale=NINES),
         y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
         points=tuple(points),
-        series=numbered(names),
-        rules=tuple(_limits(loads, tuple(WORDS))),
+        series=tuple(series.values()),
+        rules=tuple(_limits(list(names.values()), tuple(WORDS))),
         section=SERVED,
         panel_px=300,
     )

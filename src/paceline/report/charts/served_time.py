@@ -8,7 +8,6 @@ from dataclasses import replace
 from paceline.analysis.findings import Report, ServedTrace
 from paceline.report.charts.chart import (
     AREA,
-    COLOURS,
     LINES,
     LOG,
     LONE,
@@ -21,13 +20,14 @@ from paceline.report.charts.chart import (
     Point,
     Rule,
     Series,
+    others,
     used,
 )
 from paceline.report.charts.served import in_ms, spread_points
 from paceline.report.text.load_names import beside, cell_words, load_words, marked, replica_words
 
 # The replicas with most answers have their own colours; the others share one.
-MOST_REPLICAS = 6
+MOST_REPLICAS = 5
 MOST_COMPARED = 3
 OTHERS = "other replicas"
 LATE, FAILED = "late or failed", "failed"
@@ -108,8 +108,7 @@ def _names(trace: ServedTrace) -> dict[int, str]:
 def _series(traces: Collection[ServedTrace]) -> list[Series]:
     """The same replica has the same colour in every chart."""
     names = dict.fromkeys(name for trace in traces for name in _names(trace).values())
-    coloured = [Series(name=name, colour=min(i, COLOURS - 1)) for i, name in enumerate(names)]
-    return [*coloured, Series(name=LATE, colour=WRONG), Series(name=FAILED, colour=WRONG)]
+    return [*others(names), Series(name=LATE, colour=WRONG), Series(name=FAILED, colour=WRONG)]
 
 
 def _deaths(group: str, trace: ServedTrace) -> Iterator[Rule]:

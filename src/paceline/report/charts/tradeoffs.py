@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import LossTrace, Report, Tradeoff
-from paceline.report.charts.chart import LINES, LOG, TRAIL, Axis, Chart, Point, Rule, Series, numbered, used
+from paceline.report.charts.chart import LINES, LOG, TRAIL, Axis, Chart, Point, Rule, Series, others, strategies, used
 from paceline.report.tables.tradeoffs import NETWORK, SPEED_WORDS, rate_words
 
 COMPRESSION = "compression_speed"
@@ -95,4 +95,7 @@ def _drawn(panel: str, row: Tradeoff, trace: LossTrace, over: str) -> Iterator[P
 
 def _series(report: Report) -> tuple[Series, ...]:
     names = [name for row in report.tradeoffs for name in (row.baseline, row.strategy)]
-    return numbered(sorted(set(names), key=lambda name: (len(name), name)))
+    known = {one.name: one for one in strategies(report)}
+    if {*names} <= {*known}:
+        return tuple(known[name] for name in dict.fromkeys(names))
+    return others(sorted(set(names), key=lambda name: (len(name), name)))

@@ -533,7 +533,7 @@ def _draw_matrix(chart: Chart) -> Figure:
     for point in chart.points:
         share[at[int(point.label)], at[int(point.x or 0)]] = point.y
     figure, (axes,) = _frame(chart, 0.7 + min(max(len(ranks) * 0.42, 2.4), 6.5), [1.0], 1, 1)
-    colours = LinearSegmentedColormap.from_list("share", [PALETTE[1], "#f3d9c4", "#dbe9f4", "#9cc7e4"])
+    colours = LinearSegmentedColormap.from_list("share", [PALETTE[WRONG], "#f0d3cf", "#e6e4f2", "#aba6d6"])
     mesh = axes.pcolormesh(share, cmap=colours, vmin=50, vmax=110, edgecolors="white", linewidth=1.5)
     bar = figure.colorbar(mesh, ax=axes, fraction=0.03, pad=0.02, label=chart.y.label)
     bar.outline.set_visible(False)

@@ -162,7 +162,7 @@ def test_more_replicas_than_colours_share_the_last(golden: object) -> None:
     )
     series = named(report, "served_in_flight").series
     assert [one.name for one in series][-1] == golden
-    assert len({one.colour for one in series}) == len(series) == 7
+    assert len({one.colour for one in series}) == len(series) == 6
 
 
 def test_one_section_holds_sentence_table_and_charts(served: Report) -> None:
