@@ -343,6 +343,19 @@ def test_the_first_screen_holds_the_answer(looked_at: Any) -> None:
         looked_at.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_the_tables_of_an_open_light_can_be_read(looked_at: Any) -> None:
+    """Beside the chart a cell's name would be one letter per line."""
+    with sized(looked_at, 1440):
+        light = looked_at.find_element("css selector", ".light summary")
+        light.click()
+        narrow = "return Math.min(...[...document.querySelectorAll('.light td:first-child')].map(e => e.clientWidth))"
+        assert looked_at.execute_script(narrow) >= 160
+        chart = "return document.querySelector('.lead figure').clientWidth"
+        wait_for(lambda: looked_at.execute_script(chart) > 1300)
+        light.click()
+        wait_for(lambda: looked_at.execute_script(chart) < 1000)
+
+
 def test_a_phone_scrolls_in_one_direction_only(looked_at: Any) -> None:
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     looked_at.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
@@ -465,7 +478,16 @@ def other(chromium: Any, other_pages: dict[str, Path], request: pytest.FixtureRe
 @pytest.mark.parametrize("other", ["compare"], indirect=True)
 def test_compared_directories_are_a_page(other: Any) -> None:
     """20 % more time per step is 16.7 % fewer tokens/s in every cell; launches of ZeRO-3 differ too much to show it."""
-    assert len(all_of(other, ".tile")) == 4
+    tiles = [tile.text.split("\n")[:2] for tile in all_of(other, ".tile")]
+    assert tiles == [["Worse", "7"], ["Better", "0"], ["Equal", "8"], ["Inconclusive", "1"]], "step time says the same"
+    assert "Equal: 8 rows" in [summary.text for summary in all_of(other, "section summary")]
+    with sized(other, 1440):
+        wide = "return Math.min(...[...document.querySelectorAll('.panels svg')].map(s => s.clientWidth))"
+        wait_for(lambda: 600 < other.execute_script(wide) < 720)
+        tops = (
+            "return new Set([...document.querySelectorAll('.panels svg')].map(s => s.getBoundingClientRect().top)).size"
+        )
+        assert other.execute_script(tops) == 1, "both metrics beside each other, no empty column"
     assert "worse equal inconclusive" in chart_text(other, "changes")
     assert EVIL in other.find_element("tag name", "body").text
     assert other.execute_script("return document.title") == "script> against script>: Paceline report"

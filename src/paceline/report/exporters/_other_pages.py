@@ -12,7 +12,7 @@ from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Betwe
 from paceline.report.charts import Chart, Point, Rule
 from paceline.report.charts.chart import SPANS, WRONG, Axis, Series, parts, used
 from paceline.report.charts.time import over_time
-from paceline.report.exporters._page_parts import block, bullets, figure, first_screen, folded
+from paceline.report.exporters._page_parts import block, bullets, figures, first_screen, folded
 from paceline.report.exporters.html import chart_data, page
 from paceline.report.summary import AMBER, GREEN, RED, Light, Summary, brief
 from paceline.report.tables import comparison, history
@@ -33,16 +33,20 @@ def compare_page(found: Between, lines: Sequence[str] = (), above: str = "") -> 
     """Two directories: how many cells changed, by how much, and what else differs between them."""
     names, shared = without_shared({c.label for c in found.changes})
     found = replace(found, changes=tuple(replace(c, label=names[c.label]) for c in found.changes))
-    answer = comparison.sentence(found)
-    chart = changes_chart(found.changes)
+    changes = comparison.distinct(found.changes)
+    # What makes it doubtful is in the light beside it.
+    answer = comparison.sentence(replace(found, occasions="", disturbed=""))
+    chart = changes_chart(changes)
     summary = Summary(
         headline=brief(answer),
-        support=(answer, f"A is {found.first}.", f"B is {found.second}.", *_in_all(shared)),
-        tiles=_change_tiles(found.changes),
+        support=(answer, f"A is {found.first}, B is {found.second}.", *_in_all(shared)),
+        tiles=_change_tiles(changes),
         light=_light(found),
         chart=chart.name if chart else None,
     )
-    tables = [block(table.title, table, ()) for table in comparison.tables(found)]
+    tables = [block(table.title, table, ()) for table in comparison.tables(found, brief=True)]
+    if same := comparison.equal_table(found):
+        tables.append(folded(f"{same.title}: {len(same.rows)} rows", same))
     rest = (*comparison.lines(found), *lines)
     body = [*tables, folded("Notes", bullets(rest)) if rest else ""]
     title = f"{Path(found.second).name} against {Path(found.first).name}"
@@ -155,9 +159,8 @@ def history_page(
         light=Light(name="Status", level=level, text=text, reasons=tuple(lines)),
         chart=drawn[0].name if drawn else None,
     )
-    rest = "".join(figure(chart) for chart in drawn[1:])
     tables = [block(table.title, table, ()) for table in history.tables(found)]
-    body = [*tables, f'<div class="charts scripted">{rest}</div>' if rest else ""]
+    body = [*tables, figures(drawn[1:])]
     return _page(title, summary, drawn, body, above)
 
 

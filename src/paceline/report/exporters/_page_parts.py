@@ -12,9 +12,12 @@ from paceline.report.summary import Summary
 from paceline.report.tables.table import Cell, Table
 from paceline.report.tiles import BARS, Tile, Trend
 
-# Charts with many panels or wide ones, or with long lanes, take the whole width.
+# Charts with many panels or wide ones, with long lanes or with many lanes take the whole width.
 PANELLED = 2
 WIDE_PX = 500
+MOST_LANES = 14
+# Fewer letters than this do not fill the column beside a chart.
+FEW_LETTERS = 300
 # Tables with so many columns take the whole width.
 WIDE_COLUMNS = 5
 NO_CHARTS = (
@@ -117,15 +120,22 @@ def first_screen(summary: Summary, chart: Chart | None, proof: str, links: str) 
     light = summary.light
     support = "".join(map(paragraph, summary.support))
     reasons = bullets(light.reasons) + proof
+    line = f"<b>{light.name}: {light.level}.</b> {escape(light.text)}"
+    shown = (
+        f'<details class="light {light.level}"><summary>{line}</summary><div class="reasons">{reasons}</div></details>'
+        if reasons
+        else f'<p class="light {light.level}">{line}</p>'
+    )
     drawn = f"<noscript>{paragraph(NO_CHARTS)}</noscript>"
     drawn += f'<div class="scripted">{figure(chart)}</div>' if chart else ""
+    # Few words beside a chart, or any beside one of many panels, leave their column empty: there they are above it.
+    few = sum(map(len, summary.support)) < FEW_LETTERS
+    lead = "lead above" if chart and (few or is_wide(chart)) else "lead"
     return (
         f'<p class="headline" role="heading" aria-level="2">{escape(summary.headline)}</p>'
         f'<div class="tiles">{"".join(map(_tile, summary.tiles))}</div>'
-        f'<div class="lead">{drawn}<aside aria-label="Trust and evidence">'
-        f'<details class="light {light.level}"><summary><b>{light.name}: {light.level}.</b> {escape(light.text)}'
-        "</summary>"
-        f'<div class="reasons">{reasons}</div></details><div class="support">{support}</div>{links}</aside></div>'
+        f'<div class="{lead}">{drawn}<aside aria-label="Trust and evidence">'
+        f'{shown}<div class="support">{support}</div>{links}</aside></div>'
     )
 
 
@@ -163,10 +173,25 @@ def spark(trend: Trend) -> str:
     return f'{opening}<polyline points="{line}" fill="none" {style}/></svg>'
 
 
-def figure(chart: Chart) -> str:
-    """Where the script draws a chart."""
+def is_wide(chart: Chart) -> bool:
+    """Whether a chart needs the whole width of the page."""
     panels = len({point.group for point in chart.points}) if chart.kind == "lines" else 1
-    wide = panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX
+    lanes = len({(point.group, point.label) for point in chart.points}) if chart.kind in ("bars", "stack") else 0
+    return panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX or lanes > MOST_LANES
+
+
+def figures(charts: Sequence[Chart]) -> str:
+    """Charts in columns, then those that take the whole width. A column alone would leave the others empty."""
+    narrow = [chart for chart in charts if not is_wide(chart)]
+    wide = [chart for chart in charts if is_wide(chart)]
+    if len(narrow) == 1:
+        narrow, wide = [], list(charts)
+    drawn = [*map(figure, narrow), *(figure(chart, wide=True) for chart in wide)]
+    return f'<div class="charts scripted">{"".join(drawn)}</div>' if drawn else ""
+
+
+def figure(chart: Chart, wide: bool = False) -> str:
+    """Where the script draws a chart."""
     return (
         f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
         f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"

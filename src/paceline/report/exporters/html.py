@@ -24,7 +24,7 @@ from paceline.report.exporters._page_parts import (
     block,
     bullets,
     document,
-    figure,
+    figures,
     first_screen,
     folded,
     paragraph,
@@ -143,12 +143,13 @@ def _chips(report: Report) -> Iterator[str]:
 def _section(section: Section, linked: set[str]) -> str:
     """The first table, the charts, the other tables, then what is folded."""
     blocks = [
-        render(table, linked) if table.title == section.title else block(table.title, table, linked)
+        render(table, linked)
+        if table.title == section.title
+        else block(table.title.removeprefix(f"{section.title}: "), table, linked)
         for table in section.tables
     ]
     keep = len(blocks) if section.name == "ranking" else OPEN_TABLES
     further = (folded(table.title, table, linked) for table in section.tables[keep:])
-    figures = "".join(map(figure, section.charts))
     details = []
     for table in section.details:
         if len(table.rows) > MOST_ROWS:
@@ -161,7 +162,7 @@ def _section(section: Section, linked: set[str]) -> str:
     parts = (
         paragraph(section.text) if section.name != "served" else "",
         *blocks[:1],
-        f'<div class="charts scripted">{figures}</div>' if figures else "",
+        figures(section.charts),
         *blocks[1:keep],
         *further,
         paragraph(section.note, "quiet"),

@@ -19,7 +19,7 @@ from paceline.wording import (
     verdict_text,
 )
 
-MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
+MEMORY, RATE, STEP = "peak_memory_bytes", "max_rate_per_s", "step_time_s"
 MOST_ROWS = 30
 MOST_NAMED = 3
 DIGITS_OF_PERCENT = 1
@@ -167,12 +167,18 @@ def _clause(side: Sequence[Change], total: int, noun: str, word: str) -> str:
 # --- tables ---
 
 
+def distinct(changes: Sequence[Change]) -> tuple[Change, ...]:
+    """Changes without those of the step time that say the same as tokens/s of their cell."""
+    rates = {(c.cell, c.row): c.verdict for c in changes if c.metric == THROUGHPUT}
+    return tuple(c for c in changes if c.metric != STEP or rates.get((c.cell, c.row), "") != c.verdict)
+
+
 def tables(found: Between, *, brief: bool = False) -> tuple[Table, ...]:
     """Cells, rows of sweeps, what differs, what is lost; each only if there is something to show.
 
-    brief: without rows that are equal, which `equal_lines` counts.
+    brief: without rows that are equal, which `equal_lines` counts, and without those that repeat another.
     """
-    changes = [c for c in found.changes if c.verdict != EQUAL] if brief else found.changes
+    changes = [c for c in distinct(found.changes) if c.verdict != EQUAL] if brief else found.changes
     shared: tuple[Filled[Differing], ...] = (
         (Column("differs in every cell"), lambda d: d.path),
         (Column("A", prose=True), lambda d: d.first or "none"),
@@ -192,15 +198,27 @@ def tables(found: Between, *, brief: bool = False) -> tuple[Table, ...]:
     return tuple(table for table in wanted if table)
 
 
+def equal_table(found: Between) -> Table | None:
+    """The rows that `tables` leaves out when brief because they are equal."""
+    return _changes("Equal", [c for c in distinct(found.changes) if c.verdict == EQUAL])
+
+
 def equal_lines(found: Between) -> tuple[str, ...]:
     """`equal: tokens/s in 3 of 4 cells, peak memory in all 4; --verbose lists them`; empty where nothing is equal."""
-    totals = Counter(c.metric for c in found.changes)
-    equal = Counter(c.metric for c in found.changes if c.verdict == EQUAL)
+    changes = distinct(found.changes)
+    totals = Counter(c.metric for c in changes)
+    equal = Counter(c.metric for c in changes if c.verdict == EQUAL)
     parts = [
         f"{metric_words(metric)} in {f'all {n}' if n == totals[metric] and n > 1 else f'{n} of {totals[metric]}'}"
         for metric, n in equal.items()
     ]
     return (f"equal: {', '.join(parts)}; --verbose lists them",) if parts else ()
+
+
+def _reason(c: Change) -> str:
+    """Without the size of the effect, which the ratio beside it says; `max(r, 1/r) - 1` would be another number."""
+    size, mark, rest = c.reason.partition(" %; ")
+    return rest if mark and size.startswith("a difference of ") else c.reason
 
 
 def _changes(title: str, changes: Sequence[Change]) -> Table | None:
@@ -228,7 +246,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
             lambda c: "" if c.detectable_ratio is None else short_percent(c.detectable_ratio),
         ),
         *(own if any(c.differences for c in changes) else ()),
-        (Column("reason", priority=4, prose=True), lambda c: c.reason),
+        (Column("reason", priority=4, prose=True), _reason),
     )
     most = max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))
     left = changes[most:]

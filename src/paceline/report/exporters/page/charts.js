@@ -6,6 +6,9 @@ const Charts = (() => {
   const MOST_NUMBERED = 10;       // more numbers than this on one set of curves would cover them
   const MOST_NUMBERED_RANKS = 16;
   const LINE = 15;                // pixels of a line of text
+  const GAP = 24;                 // between panels, as in page.css
+  const LANES_PX = 420;           // the least width of one of several columns of lanes
+  const FEWEST_LANES = 6;         // of one of several columns
   const style = { fontSize: "12px", background: "none", color: "var(--ink)", overflow: "visible" };
 
   const halo = { fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4 }; // of texts: lines behind them end there
@@ -38,6 +41,13 @@ const Charts = (() => {
     return lines;
   }
 
+  /** Columns of so many panels, none narrower than asked, and all rows alike: 8 in two rows of 4, not of 5 and 3. */
+  function columnsOf(count, room, least) {
+    const most = Math.max(1, Math.min(count, Math.floor((room + GAP) / (least + GAP))));
+    const columns = Math.ceil(count / Math.ceil(count / most));
+    return { columns, each: (room - GAP * (columns - 1)) / columns };
+  }
+
   function bytes(value) {
     const [size, unit] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find(([s]) => value >= s) ?? [1, "B"];
     return `${+(value / size).toPrecision(4)} ${unit}`;
@@ -47,7 +57,7 @@ const Charts = (() => {
 
   /** Points in rows under the headings of their groups; y is in pixels from the top. Labels go above where room is short. */
   function layout(points, room) {
-    const above = d3.max(points, p => width(p.label)) > 0.36 * room;
+    const above = d3.max(points, p => width(p.label)) > 0.42 * room;
     const lanes = new Map(), headings = [];
     let y = 0, group = null, rest = 0;
     for (const p of points) {
@@ -117,12 +127,26 @@ const Charts = (() => {
     ]);
   }
 
-  function bars(chart, points, room) {
+  /** Lanes beside each other in columns on the same scale, where many would make one tall column. */
+  function inColumns(draw) {
+    return (chart, points, room) => {
+      const name = p => JSON.stringify([p.group, p.label]), lanes = [...new Set(points.map(name))].slice(0, MOST_LANES);
+      const { columns, each } = columnsOf(Math.max(1, Math.floor(lanes.length / FEWEST_LANES)), room, LANES_PX);
+      if (columns === 1) return draw(chart, points, room, points);
+      const at = new Map(lanes.map((lane, i) => [lane, Math.floor(i * columns / lanes.length)]));
+      const found = d3.range(columns).map(i => ({ ...draw(chart, points.filter(p => at.get(name(p)) === i), each, points), columns }));
+      found.at(-1).rest = points.filter(p => !at.has(name(p))).length;
+      return found;
+    };
+  }
+
+  function bars(chart, points, room, all) {
     const plan = layout(points, room), fill = colours(chart);
     if (chart.rules?.length) plan.height += 18;
-    const marks = plan.rows.map(r => ({ ...r, p: r.points[0], end: Math.max(r.points[0].y, r.points[0].high ?? 0, r.points[0].expected ?? 0) }));
+    const end = p => Math.max(p.y, p.high ?? 0, p.expected ?? 0);
+    const marks = plan.rows.map(r => ({ ...r, p: r.points[0], end: end(r.points[0]) }));
     const wide = marks.filter(m => m.p.low != null && m.p.high > m.p.low);
-    const domain = [0, reach(marks.map(m => m.end), marks.map(m => m.p.text), room - plan.left - 8,
+    const domain = [0, reach(all.map(end), all.map(p => p.text), room - plan.left - 8,
       d3.max(chart.rules ?? [], r => r.y) ?? 0)];
     const svg = lanePlot(plan, room, domain, chart.y, [
       Plot.rect(marks, { x1: 0, x2: m => m.p.y, y1: "y", y2: m => m.y + m.height, fill: m => fill.get(m.p.series) }),
@@ -137,15 +161,16 @@ const Charts = (() => {
     return drawn(svg, marks.map(m => hit(m.p, svg, m.p.y, m.y + m.height / 2, m)), plan);
   }
 
-  function stack(chart, points, room) {
+  function stack(chart, points, room, all) {
     const plan = layout(points, room), fill = colours(chart);
     if (chart.rules?.length) plan.height += 18;
-    const parts = plan.rows.flatMap(row => {
+    const stacked = row => {
       let from = 0;
       return row.points.map(p => ({ p, row, from, to: (from += p.y) }));
-    });
-    const ends = parts.filter(part => part.p.text);
-    const domain = [0, reach(ends.map(e => e.to), ends.map(e => e.p.text), room - plan.left - 8,
+    };
+    const parts = plan.rows.flatMap(stacked), ends = parts.filter(part => part.p.text);
+    const others = (all === points ? plan : layout(all, room)).rows.flatMap(stacked).filter(part => part.p.text);
+    const domain = [0, reach(others.map(e => e.to), others.map(e => e.p.text), room - plan.left - 8,
       d3.max(chart.rules ?? [], r => r.y) ?? 0)];
     const svg = lanePlot(plan, room, domain, chart.y, [
       Plot.rect(parts, { x1: "from", x2: "to", y1: d => d.row.y, y2: d => d.row.y + d.row.height,
@@ -161,7 +186,8 @@ const Charts = (() => {
   /** Intervals on both sides of a rule; a drawing per group, whose numbers have nothing to do with the others'. */
   function spans(chart, points, room) {
     const groups = d3.groups(points.slice(0, MOST_LANES), p => p.group ?? "");
-    const found = groups.map(([, ours]) => spanLanes(chart, ours, room));
+    const { columns, each } = columnsOf(groups.length, room, LANES_PX);
+    const found = groups.map(([, ours]) => ({ ...spanLanes(chart, ours, each), columns }));
     found.at(-1).rest = Math.max(0, points.length - MOST_LANES);
     return found;
   }
@@ -186,7 +212,8 @@ const Charts = (() => {
   /** A drawing per group: their steps differ by far more than the steps of one group, which is what the eye is for. */
   function dots(chart, points, room) {
     const groups = d3.groups(points.slice(0, MOST_LANES), p => p.group ?? "");
-    const found = groups.map(([, ours]) => spread(chart, ours, room));
+    const { columns, each } = columnsOf(groups.length, room, LANES_PX);
+    const found = groups.map(([, ours]) => ({ ...spread(chart, ours, each), columns }));
     found.at(-1).rest = Math.max(0, points.length - MOST_LANES);
     return found;
   }
@@ -258,8 +285,9 @@ const Charts = (() => {
       }
     }
     if (axis.scale === "log") return marksOf(axis, d3.extent(all));
-    if (axis.ticks === "round") return d3.ticks(axis.zero === false ? all[0] : Math.min(0, all[0]), all.at(-1), Math.min(most, 6));
-    if (axis.scale === "linear" && all.length > most) return d3.ticks(all[0], all.at(-1), Math.min(most, 6));
+    const edge = .04 * (all.at(-1) - all[0]); // a range that begins just behind a round number shows that number
+    if (axis.ticks === "round") return d3.ticks(axis.zero === false ? all[0] - edge : Math.min(0, all[0]), all.at(-1), Math.min(most, 6));
+    if (axis.scale === "linear" && all.length > most) return d3.ticks(all[0] - edge, all.at(-1), Math.min(most, 6));
     const every = Math.ceil(all.length / most);
     return all.filter((_, i) => i % every === 0);
   }
@@ -390,11 +418,11 @@ const Charts = (() => {
     const domains = { x: span(points.map(p => p.x), chart.x), y: span([...heights(points), ...level.map(r => r.y)], chart.y, true) };
     const tall = (ours, name) => chart.y.shared !== false ? domains.y
       : span([...heights(ours), ...level.filter(r => !r.group || r.group === name).map(r => r.y)], chart.y, true);
-    if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(300, Math.max(240, room * .55)))];
-    const columns = Math.max(1, Math.floor((room + 24) / ((chart.panel_px ?? 240) + 24))), each = (room - 24 * (columns - 1)) / columns;
+    if (panels.size === 1) return [curves(chart, points, room, domains, room > 1000 ? 260 : Math.min(300, Math.max(240, room * .55)))];
+    const { columns, each } = columnsOf(panels.size, room, chart.panel_px ?? 240);
     const within = (ours, name) => ({ x: apart ? span(ours.map(p => p.x), chart.x) : domains.x, y: tall(ours, name) });
-    const high = chart.panel_px ? Math.min(280, Math.max(200, each * .48)) : 200;
-    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, within(ours, name), high), name }));
+    const high = Math.min(280, Math.max(200, each * .48));
+    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, within(ours, name), high), name, columns }));
   }
 
   // --- matrix ---
@@ -402,7 +430,7 @@ const Charts = (() => {
   function heat(chart, points, room) {
     const ranks = [...new Set(points.map(p => +p.label))].sort(d3.ascending);
     const side = Math.min(44, Math.max(9, (Math.min(room, 560) - 60) / ranks.length));
-    const paint = d3.scaleLinear([50, 80, 95, 105], ["#d55e00", "#f3d9c4", "#dbe9f4", "#9cc7e4"]).clamp(true);
+    const paint = d3.scaleLinear([50, 80, 95, 105], ["#b42318", "#f0d3cf", "#e6e4f2", "#aba6d6"]).clamp(true);
     const numbers = ranks.length <= MOST_NUMBERED_RANKS && side >= 30 ? points : [];
     const every = Math.ceil(ranks.length / 16);
     const shared = { domain: ranks, axis: null, padding: .05 };
@@ -441,9 +469,9 @@ const Charts = (() => {
     return near && Math.hypot(near.x - x, near.y - y) < 36 ? near : null;
   }
 
-  const kinds = { bars, stack, dots, spans, lines, heat };
+  const kinds = { bars: inColumns(bars), stack: inColumns(stack), dots, spans, lines, heat };
 
-  /** [{svg, hits, name, rest}]: one drawing, or one per panel. */
+  /** [{svg, hits, name, rest, columns}]: one drawing, or one per panel. */
   function draw(chart, points, room) {
     const whole = axis => axis && { scale: "linear", ...axis }; // what is absent has its default
     const complete = { ...chart, x: whole(chart.x), y: whole(chart.y) };

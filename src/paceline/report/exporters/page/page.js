@@ -268,7 +268,7 @@
     figure.drawings = Charts.draw(figure.chart, points, figure.room);
     const rest = d3.sum(figure.drawings, d => d.rest);
     const made = figure.drawings.map(d => d.name ? make("div", {}, make("h4", { textContent: d.name }), d.svg) : d.svg);
-    const panels = made.length > 1 && figure.chart.kind === "lines" ? [make("div", { className: "panels", style: `--panel: ${figure.chart.panel_px ?? 240}px` }, ...made)] : made;
+    const panels = made.length > 1 ? [make("div", { className: "panels", style: `--columns: ${figure.drawings[0].columns}` }, ...made)] : made;
     figure.place.replaceChildren(...legend(figure.chart, points), ...panels,
       ...(rest ? [make("p", { className: "quiet", textContent: "More than fit a chart: the tables hold them all, a filter brings them here." })] : []));
     for (const drawing of figure.drawings) drawing.svg.chart = figure.chart;
