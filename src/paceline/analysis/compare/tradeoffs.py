@@ -22,7 +22,7 @@ from paceline.analysis.statistics.intervals import Array, Ratio
 from paceline.analysis.statistics.verdict import ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
-from paceline.analysis.training.window import STEP_COLUMNS, Window, global_loss, learned_tokens, step_table
+from paceline.analysis.training.window import STEP_COLUMNS, Window, global_losses, step_table
 from paceline.experiment.choices import Choice
 from paceline.wording import short_count
 
@@ -66,12 +66,11 @@ class Curve:
     @classmethod
     def of(cls, window: Window) -> Curve:
         table = step_table(window.record)
-        losses = [*map(global_loss, table.by_step("loss"), learned_tokens(table))]
         usual, measured = float(np.median(window.seconds)), {*window.measured}
         durations = zip(table.steps, table.by_step("duration_s"), strict=True)
         slowest = [max(each) if step in measured else usual for step, each in durations]
         tokens = [sum(each) for each in table.by_step("tokens")]
-        return cls(np.cumsum(tokens), np.cumsum(slowest), np.array(losses))
+        return cls(np.cumsum(tokens), np.cumsum(slowest), global_losses(table))
 
     def final(self, until_s: float = math.inf) -> float | None:
         """Mean loss of the last steps that ended by then; None before the first few."""

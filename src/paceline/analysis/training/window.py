@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -89,6 +88,26 @@ class StepTable:
             return found
         return [column[row] for row in self.order.tolist()]
 
+    def whole_numbers(self, field: str) -> NDArray[Any]:
+        """One whole number per row, exact: those beyond 63 bits as Python's own."""
+        column = self.series.column(field)
+        exact = isinstance(column, array) and column.typecode != "Q"
+        return np.asarray(column, dtype=np.int64 if exact else object)[self.order]
+
+    def totals(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The sum over the rows of each step, added one after the other: NumPy and newer versions of Python add floats
+        in other orders, which changes the last digit."""
+        counts = np.diff(self.bounds)
+        if not len(counts):
+            return values[:0]
+        width = int(counts.max())
+        if counts.min() == width:
+            rows = values.reshape(len(counts), width)
+        else:
+            rows = np.zeros((len(counts), width), values.dtype)
+            rows[np.arange(width) < counts[:, None]] = values
+        return np.asarray(np.cumsum(rows, axis=1)[:, -1])
+
     def by_step(self, field: str) -> list[list[Any]]:
         values = self.values(field)
         return [values[a:b] for a, b in itertools.pairwise(self.bounds)]
@@ -110,35 +129,23 @@ def step_table(record: RunRecord, variant: int = 0) -> StepTable:
     return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
 
 
-def global_loss(losses: Sequence[float], learned: Sequence[int]) -> float:
-    """Mean over all trained tokens of the step: means of ranks weighted by their tokens.
+def global_losses(table: StepTable) -> Array:
+    """By step, the mean over all trained tokens: means of ranks weighted by the tokens in them. These are the label
+    tokens of a rank, or all its tokens if labels were not counted. NaN if no token was trained.
 
-    >>> global_loss([2.0, 4.0], [30, 10])
-    2.5
+    Two ranks with losses 2 and 4 over 30 and 10 tokens have a mean of 2.5.
     """
-    total = sum(learned)
-    return sum(map(mul, losses, learned)) / total if total else math.nan
-
-
-def learned_tokens(table: StepTable) -> list[list[int]]:
-    """By step, the tokens in each rank's mean loss: its label tokens, or all its tokens if labels were not counted."""
-    labels, tokens = table.by_step("label_tokens"), table.by_step("tokens")
-    return [
-        [token if label is None else label for label, token in zip(*ranks, strict=True)]
-        for ranks in zip(labels, tokens, strict=True)
-    ]
+    labels, tokens = table.numbers("label_tokens"), table.numbers("tokens")
+    learned = np.where(np.isnan(labels), tokens, labels)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        total = table.totals(learned)
+        return np.where(total == 0, math.nan, table.totals(table.numbers("loss") * learned) / total)
 
 
 def first_and_last_loss(table: StepTable) -> tuple[float, float]:
     """Losses of the whole run, including warm-up; NaN without a step."""
-    if not table.steps:
-        return math.nan, math.nan
-    losses = []
-    for step in (table.steps[0], table.steps[-1]):
-        pairs = zip(table.at(step, "label_tokens"), table.at(step, "tokens"), strict=True)
-        tokens = [token if label is None else label for label, token in pairs]
-        losses.append(global_loss(table.at(step, "loss"), tokens))
-    return losses[0], losses[1]
+    losses = global_losses(table)
+    return (float(losses[0]), float(losses[-1])) if len(losses) else (math.nan, math.nan)
 
 
 def open_window(record: RunRecord) -> Window:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from paceline.analysis.findings import Measurement
 from paceline.analysis.training import metrics
-from paceline.analysis.training.window import global_loss, open_window
+from paceline.analysis.training.window import global_losses, open_window, step_table
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import Design
@@ -222,8 +223,19 @@ def test_per_token_rates_do_not_reward_shorter_samples(make_spec: Builder, make_
     assert short["tokens_per_s"].value / long["tokens_per_s"].value == pytest.approx(1 / 1.058)
 
 
-def test_global_loss_weighs_ranks_by_their_tokens() -> None:
-    assert global_loss([1.0, 4.0], [300, 100]) == pytest.approx(1.75)
+def test_global_loss_weighs_ranks_by_their_tokens(make_record: Builder, make_spec: Builder, make_step: Builder) -> None:
+    """Over label tokens where they were counted; ranks may be missing, and without a trained token there is none."""
+    steps = [
+        make_step(rank=rank, step=step, loss=loss, tokens=tokens, label_tokens=labels)
+        for rank, step, loss, tokens, labels in (
+            *((0, 0, 1.0, 300, None), (1, 0, 4.0, 100, None)),
+            *((0, 1, 1.0, 300, 10), (1, 1, 4.0, 100, 30), (2, 1, 9.0, 500, 0)),
+            (0, 2, 5.0, 0, None),
+        )
+    ]
+    losses = global_losses(step_table(dataclasses.replace(make_record(make_spec(), 0.1), steps=steps)))
+    assert losses.tolist()[:2] == [1.75, 3.25]
+    assert math.isnan(losses[2])
 
 
 CELLS: tuple[dict[str, Any], ...] = (

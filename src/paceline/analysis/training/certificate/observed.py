@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.analysis.findings import Check
-from paceline.analysis.training.window import StepTable, global_loss, learned_tokens, step_table
+from paceline.analysis.statistics.intervals import Array
+from paceline.analysis.training.window import StepTable, global_losses, step_table
 from paceline.experiment.layout import Layout, layout_of
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.models.adapters import trained_parameters
 from paceline.results.records import Evidence, RunRecord, Status
 from paceline.results.samples import StepSeries
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +53,9 @@ class Observed:
         return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
 
     @cached_property
-    def norms(self) -> dict[int, list[float | None]]:
-        """The gradient norm of every rank, by step."""
-        return self.by_step("grad_norm")
+    def norms(self) -> Array:
+        """The gradient norm of every rank at every step, as rows of the table; NaN if it is missing."""
+        return self.table.numbers("grad_norm")
 
     @cached_property
     def layout(self) -> Layout:
@@ -59,31 +66,33 @@ class Observed:
         return {key: value for e in self.evidence.values() for key, value in e.switches.items()}
 
 
-Values = Callable[[Observed, int], list[float | None]]
 # What is compared at each step; the norm on every rank.
 LOSS, NORM = "loss trajectory", "gradient norm"
-QUANTITIES: Mapping[str, Values] = {
-    LOSS: lambda run, step: [run.losses[step]],
-    NORM: lambda run, step: run.norms[step],
-}
+
+
+def compared_values(run: Observed, name: str) -> tuple[Array, NDArray[np.intp]]:
+    """The values of a quantity, and where those of each step begin: one loss, or the norm of each rank."""
+    if name == LOSS:
+        losses = np.fromiter(run.losses.values(), np.float64, len(run.losses))
+        return losses, np.arange(len(losses))
+    return run.norms, np.asarray(run.table.bounds[:-1], dtype=np.intp)
 
 
 def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
-    tokens = table.by_step("tokens")
-    losses = map(global_loss, table.by_step("loss"), learned_tokens(table))
     # Of ranks that work on the same samples, one counts.
-    counted = zip(table.by_step("data_digest"), table.by_step("leader"), strict=True)
-    digests = (
-        sum(digest for digest, leader in zip(*ranks, strict=True) if leader is None) % 2**64 for ranks in counted
-    )
+    counted = np.isnan(table.numbers("leader"))
+    column = table.series.column("data_digest")
+    # NumPy adds these modulo 2**64, as digests are.
+    own = np.asarray(column, dtype=np.uint64 if isinstance(column, array) else object)[table.order]
+    digests = [digest % 2**64 for digest in table.totals(np.where(counted, own, 0)).tolist()]
     return Observed(
         record.spec.run_id,
         record,
         {o.rank: o.evidence for o in sorted(record.outcomes, key=lambda o: o.rank) if o.evidence},
         table,
-        dict(zip(table.steps, losses, strict=True)),
-        dict(zip(table.steps, map(sum, tokens), strict=True)),
+        dict(zip(table.steps, global_losses(table).tolist(), strict=True)),
+        dict(zip(table.steps, table.totals(table.whole_numbers("tokens")).tolist(), strict=True)),
         dict(zip(table.steps, digests, strict=True)),
     )
 
@@ -93,7 +102,8 @@ class Standard:
     """What every run of one work is compared with. reference is None if none is usable; missing then says why.
 
     group: all runs of the work. cells: by quantity and cell, the value at each step after the reference, the median of
-    the cell's launches. deviations: by run and quantity, filled as they are computed (`compared_deviations`).
+    the cell's launches. kept: what the checks of several runs, or several checks of one, have in common, filled as it
+    is computed.
     """
 
     reference: Observed | None
@@ -101,7 +111,14 @@ class Standard:
     missing: str
     group: tuple[Observed, ...]
     cells: Mapping[str, Mapping[str, Mapping[int, float]]]
-    deviations: dict[tuple[Observed, str], Mapping[int, float]] = field(default_factory=dict)
+    kept: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    def once(self, key: tuple[object, ...], compute: Callable[[], T]) -> T:
+        """What compute returned when it was first called with this key."""
+        if key not in self.kept:
+            self.kept[key] = compute()
+        found: T = self.kept[key]
+        return found
 
 
 def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Standard:
@@ -119,18 +136,18 @@ def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Stand
     variants = tuple(observe(reference, number) for number in numbers)
     base = observe(reference)
     exact = [run for run in group if run.spec.approximation is None]
-    cells = {name: _cells_after(base, exact, values) for name, values in QUANTITIES.items()}
+    cells = {name: _cells_after(base, exact, name) for name in (LOSS, NORM)}
     return Standard(base, variants, "", tuple(group), cells)
 
 
-def _cells_after(reference: Observed, group: Sequence[Observed], values: Values) -> dict[str, dict[int, float]]:
-    """By cell and step after the reference, the median of the cell's launches."""
+def _cells_after(reference: Observed, group: Sequence[Observed], name: str) -> dict[str, dict[int, float]]:
+    """By cell and step after the reference, the median of the cell's launches, each by its first rank."""
     found: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     last = max(reference.steps)
     for run in group:
-        for step in (s for s in run.steps if s > last):
-            first = next(iter(values(run, step)), None)
-            if first is not None and math.isfinite(first):
+        values, starts = compared_values(run, name)
+        for step, first in zip(run.steps, values[starts].tolist(), strict=True):
+            if step > last and math.isfinite(first):
                 found[run.spec.cell][step].append(first)
     return {cell: {s: statistics.median(v) for s, v in steps.items()} for cell, steps in found.items()}
 

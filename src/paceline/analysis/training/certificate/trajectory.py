@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from paceline.analysis.findings import Check
 from paceline.analysis.findings.training import LOOSE_LIMIT, LossCurve
 from paceline.analysis.training.certificate.observed import (
     LOSS,
     NORM,
-    QUANTITIES,
     Observed,
     Standard,
-    Values,
     checked,
+    compared_values,
     steps_text,
 )
 
@@ -39,10 +40,15 @@ def norms_agree(run: Observed, standard: Standard) -> Check | None:
     if run.spec.topology.world_size == 1:
         return None
     worst, at = 0.0, None
-    for step, norms in run.norms.items():
-        known = [x for x in norms if x is not None and math.isfinite(x)]
-        if known and (spread := (max(known) - min(known)) / max(max(known), 1e-30)) > worst:
-            worst, at = spread, step
+    if run.steps:
+        starts, known = run.table.bounds[:-1], np.isfinite(run.norms)
+        highest = np.maximum.reduceat(np.where(known, run.norms, -math.inf), starts)
+        lowest = np.minimum.reduceat(np.where(known, run.norms, math.inf), starts)
+        # A step without any norm has none to compare.
+        spread = np.where(highest < lowest, 0.0, (highest - lowest) / np.maximum(highest, 1e-30))
+        index = int(spread.argmax())
+        if spread[index] > 0:
+            worst, at = float(spread[index]), run.table.steps[index]
     seen = f"equal at {len(run.steps)} steps" if at is None else f"a spread of {worst:.2g} at step {at}"
     problems = [seen] if worst > RANK_TOLERANCE else []
     return checked("gradient norm on all ranks", f"equal at every step, within {RANK_TOLERANCE:g}", problems, seen)
@@ -70,7 +76,7 @@ def replicas_agree(run: Observed, standard: Standard) -> Check | None:
 
 
 def finite_loss(run: Observed, standard: Standard) -> Check:
-    sound = all(map(math.isfinite, run.table.values("loss")))
+    sound = np.isfinite(run.table.numbers("loss")).all()
     by_step = {} if sound else run.by_step("loss")
     bad = [step for step, losses in by_step.items() if not all(map(math.isfinite, losses))]
     problems = [f"a loss that is not a number at {steps_text(bad)}"] if bad else []
@@ -78,75 +84,102 @@ def finite_loss(run: Observed, standard: Standard) -> Check:
     return checked("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
 
 
-def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int, float]:
-    """|x - reference| / |reference| by common step, worst rank; infinite if a value is missing.
+def _deviations(run: Observed, base: Mapping[int, float], name: str) -> dict[int, float]:
+    """|x - base| / |base| by step with a base, worst rank; infinite if a value is missing or the base is infinite.
+
+    Losses of 2.1 and 2.0 over a base of 2.0 deviate by 0.05.
+    """
+    values, starts = compared_values(run, name)
+    if not len(starts):
+        return {}
+    bases = np.array([base.get(step, math.nan) for step in run.steps])
+    sizes = np.maximum(np.abs(bases), 1e-30)
+    counts = np.diff(starts, append=len(values))
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors = np.abs(values - np.repeat(bases, counts)) / np.repeat(sizes, counts)
+    worst = np.maximum.reduceat(np.where(np.isnan(errors), math.inf, errors), starts)
+    return {step: error for step, error in zip(run.steps, worst.tolist(), strict=True) if step in base}
+
+
+def _from_reference(run: Observed, reference: Observed, name: str) -> dict[int, float]:
+    """Deviation at each step that the reference has too; a reference that is not a number explains nothing.
 
     A step that the fp16 reference skipped for overflow has no norm to compare with.
     """
-    found = {}
+    values, starts = compared_values(reference, name)
+    base = dict(zip(reference.steps, values[starts].tolist(), strict=True))
     skips = reference.spec.training.precision.compute == "fp16"
-    for step in (s for s in reference.steps if s in run.steps):
-        base = values(reference, step)[0]
-        if base is None or not math.isfinite(base):
-            if not skips:
-                found[step] = math.inf
-            continue
-        found[step] = _deviation(values(run, step), base)
-    return found
+    # Not a number, it makes every deviation infinite.
+    base = {step: x if math.isfinite(x) else math.nan for step, x in base.items() if math.isfinite(x) or not skips}
+    return _deviations(run, base, name)
 
 
-def _deviation(values: Iterable[float | None], base: float) -> float:
-    size = max(abs(base), 1e-30)
-    errors = [math.inf if x is None or math.isnan(x) else abs(x - base) / size for x in values]
-    return max(errors, default=math.inf)
-
-
-def compared_deviations(run: Observed, standard: Standard, values: Values, name: str) -> Mapping[int, float]:
-    """Deviation at each step that can be compared: with the reference as far as it goes, then with the median of all
-    cells, or with the other cell where there are two. A cell alone cannot be compared with itself.
-
-    Kept in the standard: the checks of one run ask for it several times.
-    """
-    if standard.reference is None:
-        return {}
-    if (known := standard.deviations.get((run, name))) is not None:
-        return known
-    found = _deviations(run, standard.reference, values)
+def _after_reference(run: Observed, standard: Standard, reference: Observed, name: str) -> dict[int, float]:
+    """Deviation from the median of all cells at each step after the reference, or from the other cell of two."""
     cells = standard.cells.get(name, {})
-    peers = cells if len(cells) > 2 else {cell: steps for cell, steps in cells.items() if cell != run.spec.cell}
-    overflows, last = run.spec.training.precision.compute == "fp16", max(standard.reference.steps)
-    for step in (s for s in run.steps if s > last):
-        others = [steps[step] for steps in peers.values() if step in steps]
-        own = values(run, step)
-        if others and not (overflows and all(x is None for x in own)):
-            found[step] = _deviation(own, statistics.median(others))
-    standard.deviations[run, name] = found
+    left_out = None if len(cells) > 2 else run.spec.cell
+    last = max(reference.steps)
+
+    def medians() -> dict[int, float]:
+        peers = [steps for cell, steps in cells.items() if cell != left_out]
+        known = sorted({step for steps in peers for step in steps if step > last})
+        return {step: statistics.median(steps[step] for steps in peers if step in steps) for step in known}
+
+    found = _deviations(run, standard.once(("medians", name, left_out), medians), name)
+    if found and name == NORM and run.spec.training.precision.compute == "fp16":
+        overflows = {step for step, norms in run.by_step("grad_norm").items() if all(x is None for x in norms)}
+        return {step: error for step, error in found.items() if step not in overflows}
     return found
 
 
-def _limits(
-    standard: Standard, run: Observed, name: str, deviations: Mapping[int, float]
-) -> tuple[Mapping[int, float], str]:
+def compared_deviations(run: Observed, standard: Standard, name: str) -> Mapping[int, float]:
+    """Deviation at each step that can be compared: with the reference as far as it goes, then with the median of all
+    cells, or with the other cell where there are two. A cell alone cannot be compared with itself."""
+    reference = standard.reference
+    if reference is None:
+        return {}
+    return standard.once(
+        ("deviations", run, name),
+        lambda: _from_reference(run, reference, name) | _after_reference(run, standard, reference, name),
+    )
+
+
+def _spread(standard: Standard, reference: Observed, name: str) -> dict[int, float]:
+    """By step of the reference, the largest deviation of a re-seeded reference so far. A later spread never excuses an
+    earlier step."""
+    found = dict.fromkeys(reference.steps, 0.0)
+    for variant in standard.variants:
+        for step, deviation in _from_reference(variant, reference, name).items():
+            found[step] = max(found[step], deviation)
+    finite = (deviation if math.isfinite(deviation) else 0.0 for deviation in found.values())
+    return dict(zip(found, itertools.accumulate(finite, max), strict=True))
+
+
+def _limits(standard: Standard, run: Observed, name: str) -> tuple[Mapping[int, float], str]:
     """The deviation that rounding alone explains at each step, and where that comes from.
 
-    It grows with the spread of the re-seeded references so far: a later spread never excuses an earlier step. After the
-    reference, the differences of honest runs still grow, but not suddenly: one step may double the largest so far.
+    It grows with the spread of the re-seeded references. After the reference, the differences of honest runs still
+    grow, but not suddenly: one step may double the largest so far.
     """
     assert standard.reference is not None
+    return standard.once(("limits", run, name), lambda: _computed_limits(standard, run, name))
+
+
+def _computed_limits(standard: Standard, run: Observed, name: str) -> tuple[Mapping[int, float], str]:
+    assert standard.reference is not None
     reference, compute = standard.reference, run.spec.training.precision.compute
-    spread: defaultdict[int, float] = defaultdict(float)
-    for variant in standard.variants:
-        if (variant, name) not in standard.deviations:
-            standard.deviations[variant, name] = _deviations(variant, reference, QUANTITIES[name])
-        for step, deviation in standard.deviations[variant, name].items():
-            spread[step] = max(spread[step], deviation)
-    so_far, reached, limits = 0.0, 0.0, {}
-    for step in sorted({*reference.steps, *run.steps}):
-        so_far = max(so_far, spread[step] if math.isfinite(spread[step]) else 0.0)
-        limits[step] = max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far)
-        if step not in reference.steps:
-            limits[step] = max(limits[step], GROWTH * reached, LATER_NORM if name == NORM else 0.0)
-        reached = max(reached, min(deviations.get(step, 0.0), limits[step]))
+    spread = standard.once(("spread", name), lambda: _spread(standard, reference, name))
+    limits = {step: max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far) for step, so_far in spread.items()}
+    if later := {*run.steps} - spread.keys():
+        deviations = compared_deviations(run, standard, name)
+        so_far, reached = 0.0, 0.0
+        for step in sorted({*spread, *later}):
+            so_far = spread.get(step, so_far)
+            if step in later:
+                least = max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far, LATER_NORM if name == NORM else 0.0)
+                limits[step] = max(least, GROWTH * reached)
+            reached = max(reached, min(deviations.get(step, 0.0), limits[step]))
+    so_far = max(spread.values(), default=0.0)
     origin = f"{SPREAD_FACTOR:g} x the spread so far of {len(standard.variants)} re-seeded references in {compute}"
     if not standard.variants:
         return limits, f"fixed for {compute}"
@@ -157,8 +190,8 @@ def _limits(
 
 def compared_steps(run: Observed, standard: Standard) -> int:
     """How many steps had a loss to compare with, and a limit that tells a mistake from rounding."""
-    deviations = compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)
-    limits = _limits(standard, run, LOSS, deviations)[0] if deviations else {}
+    deviations = compared_deviations(run, standard, LOSS)
+    limits = _limits(standard, run, LOSS)[0] if deviations else {}
     return sum(limits[step] <= LOOSE_LIMIT for step in deviations)
 
 
@@ -166,8 +199,7 @@ def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
     """The losses of a run beside the reference's, for a chart; None without a step in common."""
     if standard.reference is None:
         return None
-    deviations = compared_deviations(run, standard, QUANTITIES[LOSS], LOSS)
-    limits, _ = _limits(standard, run, LOSS, deviations)
+    limits, _ = _limits(standard, run, LOSS)
     base = standard.reference.losses
     steps = [s for s in base if s in run.steps and math.isfinite(base[s]) and math.isfinite(run.losses[s])]
     if not steps:
@@ -177,13 +209,11 @@ def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
 
 
 def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
-    values = QUANTITIES[name]
-
     def check(run: Observed, standard: Standard) -> Check | None:
         if standard.reference is None:
             return None
-        deviations = compared_deviations(run, standard, values, name)
-        limits, origin = _limits(standard, run, name, deviations)
+        deviations = compared_deviations(run, standard, name)
+        limits, origin = _limits(standard, run, name)
         if not any(step in standard.reference.steps for step in deviations):
             return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
         # The step closest to its limit, or furthest beyond it.
