@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 from paceline.errors import RequestError, shown
@@ -523,7 +523,8 @@ class RunSpec:
         runs keep their ids."""
         later = ("tuning", "contents", "checkpoint_every", "checkpoint_async", "serving", "engine", "env", "script")
         empty = tuple(name for name in later if not getattr(self, name))
-        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
+        left_out = {*fields, *empty}
+        values = {name: _plain(getattr(self, name)) for name in _field_names(RunSpec) if name not in left_out}
         for kind, key in (("launchers", "launcher"), ("engines", "engine")):
             if values.get(key):
                 values[key]["options"] = self._measured(kind, Choice(**values[key]))
@@ -549,6 +550,25 @@ def _short_name(choice: Choice, contents: str | None) -> str:
 
 def _last_part(value: Scalar) -> Scalar:
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """As `dataclasses.asdict`, which copies every number and text, too: that takes most of the time of an id."""
+    if isinstance(value, _LEAVES):
+        return value
+    if names := _field_names(value.__class__):
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_LEAVES = (str, int, float, type(None))
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def _digest(value: object) -> str:

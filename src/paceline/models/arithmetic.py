@@ -49,6 +49,18 @@ def load(choice: Named) -> Shape:
     """
     if _is_directory(choice):
         return read_shape(choice.name)
+    # With the types of the options: true equals 1.
+    key = choice.name, repr(sorted(choice.options.items()))
+    if key not in _shapes:
+        _shapes[key] = _named(choice)
+    return _shapes[key]
+
+
+# Each shape that was loaded by its name, which is needed several times for each run of a report.
+_shapes: dict[tuple[str, str], Shape] = {}
+
+
+def _named(choice: Named) -> Shape:
     if choice.name not in _rows():
         raise RequestError(_unknown("model", choice.name, names()) + " `paceline list models` shows all.")
     row = dict(_rows()[choice.name])

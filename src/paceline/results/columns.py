@@ -76,19 +76,23 @@ def source(files: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()
 
 
-def read(run_dir: Path, seal: Mapping[str, Any]) -> StepSeries | None:
-    """The steps of an intact run from its columns; None if it has none that belong to its lines."""
+def read(run_dir: Path, seal: Mapping[str, Any], content: bytes | None = None) -> StepSeries | None:
+    """The steps of an intact run from its columns; None if it has none that belong to its lines.
+
+    content: of the file, if it was read already.
+    """
     files = seal["files"]
     if FILE not in files or seal.get(SOURCE) != source(files) or sys.byteorder != "little":
         return None
     try:
-        columns = _parsed((run_dir / FILE).read_bytes())
+        columns = _parsed((run_dir / FILE).read_bytes() if content is None else content)
     except (OSError, ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, struct.error) as error:
         raise damaged(run_dir, f"{FILE} cannot be read ({str(error)[:100]})") from None
-    length = len(next(iter(columns.values())))
+    # One list for all fields without values: it is as long as the run has steps.
+    absent: list[None] = [None] * len(next(iter(columns.values())))
     rules = step_rules()
     for name in StepSeries.FIELDS:
-        column = columns.setdefault(name, [None] * length)
+        column = columns.setdefault(name, absent)
         fits = rules[name].fits_array(column) if isinstance(column, array) else rules[name].fits(column[:1])
         if not fits:
             raise damaged(run_dir, f"{FILE}: {name} has a value that cannot be")

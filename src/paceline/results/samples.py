@@ -62,7 +62,7 @@ class StepSeries(Sequence[StepSample]):
     @classmethod
     def from_columns(cls, columns: Mapping[str, Column]) -> StepSeries:
         """The series with these columns: one per field, all of one length."""
-        series = cls()
+        series = cls.__new__(cls)
         series._columns = {name: columns[name] for name in cls.FIELDS}
         series._length = len(series._columns["step"])
         return series
@@ -136,6 +136,9 @@ _step_values = itemgetter(*StepSeries.FIELDS)
 
 # How a line of a step begins, as ranks write it.
 STEP_LINE = '{"kind": "step"'
+_STEP_BEGIN = STEP_LINE.encode()
+# Every line but the first that is not a step. Cutting at all line ends would take twice the time.
+_OTHER_LINE = re.compile(rb"\n(?!%b)([^\n]*)" % re.escape(_STEP_BEGIN))
 
 
 def step_rules() -> Mapping[str, Rule]:
@@ -143,13 +146,16 @@ def step_rules() -> Mapping[str, Rule]:
     return _rules()[StepSample.kind].fields or {}
 
 
-def others_of(paths: Sequence[Path]) -> list[Sample]:
-    """All samples but steps of a run in one attempt whose steps are known."""
+def others_of(paths: Sequence[Path], kept: Mapping[str, bytes]) -> list[Sample]:
+    """All samples but steps of a run in one attempt whose steps are known. kept: by file name, its lines
+    `without_steps`, if it was read already."""
     try:
         # All files at once: most have a few such lines.
-        rows = _parsed("\n".join(filter(None, (_without_steps(_text(path)) for path in paths))))
+        known = (kept.get(path.name) for path in paths)
+        lines = [without_steps(p.read_bytes()) if own is None else own for p, own in zip(paths, known, strict=True)]
+        rows = _parsed(b"\n".join(filter(None, lines)).decode())
         fits = _fit(rows)
-    except (ValueError, RecursionError, MemoryError):
+    except (OSError, ValueError, RecursionError, MemoryError):
         fits = False
     if not fits:
         for path in paths:
@@ -160,8 +166,12 @@ def others_of(paths: Sequence[Path]) -> list[Sample]:
     return list(map(_sample, rows))
 
 
-def _without_steps(lines: str) -> str:
-    return "\n".join(line for line in lines.split("\n") if not line.startswith(STEP_LINE))
+def without_steps(content: bytes) -> bytes:
+    """The whole lines of a file that are not steps, joined."""
+    # What follows the last line end was cut off, or is empty.
+    end = max(content.rfind(b"\n"), 0)
+    first = [] if content.startswith(_STEP_BEGIN) else [content[:end].partition(b"\n")[0]]
+    return b"\n".join([*first, *_OTHER_LINE.findall(content, 0, end)])
 
 
 def collect(path: Path, steps: list[Columns], others: list[Sample]) -> None:

@@ -18,6 +18,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,7 @@ from paceline.host.files import document_of, sync, write_atomically
 FILE, SPEC = "status.json", "spec.json"
 # Files that are read as results: one that the seal does not list was added later.
 READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|steps\.npy|outcome-.*\.json|machine-.*\.json")
+_KEPT = re.compile(r"samples-.*\.jsonl|steps\.npy")
 _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
 _GROWING = re.compile(r".*\.txt")
 _CHUNK = 1 << 20
@@ -70,7 +72,7 @@ def text_of(body: Mapping[str, Any]) -> str:
     return json.dumps({**fields, "seal": _own_digest(fields)}, indent=1, allow_nan=False) + "\n"
 
 
-def entry_of(file: BinaryIO, size: int | None = None) -> dict[str, Any]:
+def entry_of(file: BinaryIO | FileIO, size: int | None = None) -> dict[str, Any]:
     """Size and SHA-256 of a file, or of its first `size` bytes."""
     digest, count = hashlib.sha256(), 0
     while chunk := file.read(_CHUNK if size is None else min(_CHUNK, size - count)):
@@ -82,24 +84,32 @@ def entry_of(file: BinaryIO, size: int | None = None) -> dict[str, Any]:
 # --- checking ---
 
 
-def read(run_dir: Path) -> dict[str, Any]:
+# Is called with the name and the content of a file that is intact.
+Keep = Callable[[str, bytes], None]
+
+
+def read(run_dir: Path, keep: Keep | None = None) -> dict[str, Any]:
     """The fields of the seal of an intact run; DamagedRunError names the file that is not intact.
 
-    A directory that did not change is checked once per process.
+    keep: for samples and steps, so that they are not read twice. A directory that did not change is checked once per
+    process, and keep is not called then.
     """
     body = _read(run_dir)
-    state = {path.name: _state(path) for path in run_dir.iterdir()}
+    with os.scandir(run_dir) as entries:
+        state = {entry.name: _state(entry.stat(follow_symlinks=False)) for entry in entries}
     if _intact.get(run_dir) != state:
         _intact.pop(run_dir, None)
         began_ns = time.time_ns()
-        _check(run_dir, body)
+        _check(run_dir, body, keep)
+        for name in sorted(state.keys() - body["files"].keys()):
+            if READ.fullmatch(name):
+                raise damaged(run_dir, f"{name} was added after the run ended")
         if all(max(times) < began_ns - _SETTLED_NS for _, _, _, *times in state.values()):
             _intact[run_dir] = state
     return body
 
 
-def _state(path: Path) -> tuple[int, ...]:
-    facts = path.lstat()
+def _state(facts: os.stat_result) -> tuple[int, ...]:
     return facts.st_mode, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
@@ -114,7 +124,7 @@ def _read(run_dir: Path) -> dict[str, Any]:
     return body
 
 
-def _check(run_dir: Path, body: Mapping[str, Any]) -> None:
+def _check(run_dir: Path, body: Mapping[str, Any], keep: Keep | None) -> None:
     fields = {key: value for key, value in body.items() if key != "seal"}
     files = fields.get("files")
     if not isinstance(files, dict) or "seal" not in body:
@@ -122,31 +132,32 @@ def _check(run_dir: Path, body: Mapping[str, Any]) -> None:
     if body["seal"] != _own_digest(fields):
         raise damaged(run_dir, f"{FILE} was changed after the run ended")
     for name, entry in files.items():
-        _check_file(run_dir, name, entry)
-    for path in sorted(run_dir.iterdir()):
-        if READ.fullmatch(path.name) and path.name not in files:
-            raise damaged(run_dir, f"{path.name} was added after the run ended")
+        _check_file(run_dir, name, entry, keep if _KEPT.fullmatch(name) else None)
 
 
-def _check_file(run_dir: Path, name: str, entry: object) -> None:
+def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> None:
     wanted = entry.get("bytes") if isinstance(entry, dict) else None
-    if type(wanted) is not int or Path(name).name != name:
+    if type(wanted) is not int or "/" in name or name in ("", "."):
         raise damaged(run_dir, f"{FILE}: got {name!r} with {entry!r:.100}, expected a file name, a size and a SHA-256")
-    path = run_dir / name
+    path = f"{run_dir}/{name}"
     try:
-        facts = path.stat()
+        # Opening a pipe would wait for a writer.
+        facts = os.stat(path)  # noqa: PTH116 - thousands of files in a report; a Path for each takes as long as its hash
         if not stat.S_ISREG(facts.st_mode):
             raise damaged(run_dir, f"{name} is not a regular file")
         if facts.st_size < wanted or (facts.st_size > wanted and not _GROWING.fullmatch(name)):
             raise damaged(run_dir, f"{name}: got {facts.st_size} bytes, expected {wanted}")
-        with path.open("rb") as file:
-            intact = entry_of(file, wanted) == entry
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            content = file.readall() if keep else b""
+            intact = entry_of(BytesIO(content) if keep else file, wanted) == entry
     except FileNotFoundError:
         raise damaged(run_dir, f"{name} is missing") from None
     except OSError as error:
         raise damaged(run_dir, f"{name} cannot be read ({error.strerror})") from None
     if not intact:
         raise damaged(run_dir, f"{name} was changed after the run ended")
+    if keep:
+        keep(name, content)
 
 
 def _own_digest(fields: Mapping[str, Any]) -> str:

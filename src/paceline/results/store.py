@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from paceline.errors import RequestError, StoreError, damaged
@@ -252,8 +253,14 @@ def read_run(run_dir: Path) -> RunRecord:
     """The record of a finished run; StoreError if it is not finished, DamagedRunError if it is not what was sealed."""
     if not is_sealed(run_dir):
         raise StoreError(f"{run_dir}: not finished (running or interrupted)")
-    seal = sealing.read(run_dir)
-    record = _assemble(run_dir, _end_of(run_dir, seal), columns.read(run_dir, seal))
+    kept: dict[str, bytes] = {}
+
+    def keep(name: str, content: bytes) -> None:
+        kept[name] = content if name == columns.FILE else samples.without_steps(content)
+
+    seal = sealing.read(run_dir, keep if (run_dir / columns.FILE).is_file() else None)
+    steps = columns.read(run_dir, seal, kept.pop(columns.FILE, None))
+    record = _assemble(run_dir, _end_of(run_dir, seal), steps, kept)
     name = run_dir.resolve().name
     # Characters that were made safe to print count as they are.
     if record.spec.run_id != name and spec_of((run_dir / "spec.json").read_text(encoding="utf-8")).run_id != name:
@@ -302,10 +309,12 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
     return _assemble(run_dir, End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at))
 
 
-def _assemble(run_dir: Path, end: End, steps: StepSeries | None = None) -> RunRecord:
-    """steps: those of the run, if they need not be read from its lines."""
+def _assemble(
+    run_dir: Path, end: End, steps: StepSeries | None = None, kept: Mapping[str, bytes] = MappingProxyType({})
+) -> RunRecord:
+    """steps: those of the run, if they need not be read from its lines. kept: other lines that were read already."""
     paths = sorted(run_dir.glob("samples-*.jsonl"))
-    joined = samples.read(paths) if steps is None else samples.Joined([], [], samples.others_of(paths))
+    joined = samples.read(paths) if steps is None else samples.Joined([], [], samples.others_of(paths, kept))
     return RunRecord(
         **{name: getattr(end, name) for name in _END_FIELDS},
         spec=read_spec(run_dir),

@@ -72,8 +72,19 @@ class Rule:
 
     def fits_array(self, numbers: array[Any]) -> bool:
         """As `fits`, for an array of numbers that has at least one."""
-        kind = float if numbers.typecode == "d" else int
-        return kind in self.types and self._numbers_fit(numbers, {kind})
+        # Not at the top: ranks and agents check what they read, too, and start without it.
+        import numpy as np
+
+        values = np.frombuffer(numbers, dtype=numbers.typecode)
+        low, high = values.min(), values.max()
+        if numbers.typecode != "d":
+            kind_fits = int in self.types
+        else:
+            # Comparisons with NaN are false.
+            kind_fits = float in self.types and bool(not self.finite or (low > -math.inf and high < math.inf))
+        if not kind_fits or (self.high < math.inf and high > self.high):
+            return False
+        return self.low == -math.inf or bool(low > self.low if self.above else low >= self.low)
 
     def _numbers_fit(self, numbers: Collection[Any], kinds: Collection[type]) -> bool:
         # First: the size of a whole number decides whether it can be compared with others at all.

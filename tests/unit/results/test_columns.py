@@ -74,6 +74,25 @@ def test_a_value_that_some_steps_lack_stays_in_the_lines(tmp_path: Path, make_st
     assert not (tmp_path / columns.FILE).exists()
 
 
+STEP = b'{"kind": "step", "rank": 0}'
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", b""),
+        (STEP, b""),
+        (STEP + b"\n", b""),
+        (STEP + b"\n" + STEP + b"\na\n" + STEP + b"\nb\nc\n" + STEP + b"\n", b"a\nb\nc"),
+        (b"a\n" + STEP + b"\nb\ncut o", b"a\nb"),
+        (b"cut off", b""),
+        (STEP + b"\n\na\n", b"\na"),
+    ],
+)
+def test_the_lines_of_a_file_that_are_not_steps(content: bytes, expected: bytes) -> None:
+    assert samples.without_steps(content) == expected
+
+
 @pytest.mark.parametrize("name", ["samples-0.1.jsonl", "samples-attempts.jsonl"])
 def test_a_run_with_lost_attempts_has_no_columns(run_dir: Path, name: str) -> None:
     steps = from_lines(run_dir).steps

@@ -141,7 +141,7 @@ def test_a_seal_covers_itself_and_is_amended_with_its_digest(run_dir: Path) -> N
 def test_an_unchanged_directory_is_hashed_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
     check = sealing._check_file
-    monkeypatch.setattr(sealing, "_check_file", lambda d, name, entry: hashed.append(name) or check(d, name, entry))
+    monkeypatch.setattr(sealing, "_check_file", lambda d, name, *rest: hashed.append(name) or check(d, name, *rest))
     # Files that changed just now may change again within the same tick of their clock.
     store.read_run(run_dir)
     store.read_run(run_dir)

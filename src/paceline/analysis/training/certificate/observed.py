@@ -6,7 +6,7 @@ import math
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ class Observed:
     digests: Mapping[int, int]
 
     @property
-    def steps(self) -> Collection[int]:
+    def steps(self) -> Set[int]:
         """The recorded steps, in order."""
         return self.losses.keys()
 
@@ -61,7 +61,7 @@ class Observed:
     def layout(self) -> Layout:
         return layout_of(self.spec)
 
-    @property
+    @cached_property
     def switches(self) -> dict[str, str]:
         return {key: value for e in self.evidence.values() for key, value in e.switches.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def _deviations(run: Observed, base: Mapping[int, float], name: str) -> dict[int
     Losses of 2.1 and 2.0 over a base of 2.0 deviate by 0.05.
     """
     values, starts = compared_values(run, name)
-    if not len(starts):
+    if not len(starts) or not base:
         return {}
     bases = np.array([base.get(step, math.nan) for step in run.steps])
     sizes = np.maximum(np.abs(bases), 1e-30)
@@ -101,17 +101,20 @@ def _deviations(run: Observed, base: Mapping[int, float], name: str) -> dict[int
     return {step: error for step, error in zip(run.steps, worst.tolist(), strict=True) if step in base}
 
 
-def _from_reference(run: Observed, reference: Observed, name: str) -> dict[int, float]:
+def _from_reference(run: Observed, standard: Standard, reference: Observed, name: str) -> dict[int, float]:
     """Deviation at each step that the reference has too; a reference that is not a number explains nothing.
 
     A step that the fp16 reference skipped for overflow has no norm to compare with.
     """
+    return _deviations(run, standard.once(("base", name), lambda: _base(reference, name)), name)
+
+
+def _base(reference: Observed, name: str) -> dict[int, float]:
+    """The value of the reference at each step. Not a number, it makes every deviation infinite."""
     values, starts = compared_values(reference, name)
-    base = dict(zip(reference.steps, values[starts].tolist(), strict=True))
+    base = zip(reference.steps, values[starts].tolist(), strict=True)
     skips = reference.spec.training.precision.compute == "fp16"
-    # Not a number, it makes every deviation infinite.
-    base = {step: x if math.isfinite(x) else math.nan for step, x in base.items() if math.isfinite(x) or not skips}
-    return _deviations(run, base, name)
+    return {step: x if math.isfinite(x) else math.nan for step, x in base if math.isfinite(x) or not skips}
 
 
 def _after_reference(run: Observed, standard: Standard, reference: Observed, name: str) -> dict[int, float]:
@@ -140,7 +143,7 @@ def compared_deviations(run: Observed, standard: Standard, name: str) -> Mapping
         return {}
     return standard.once(
         ("deviations", run, name),
-        lambda: _from_reference(run, reference, name) | _after_reference(run, standard, reference, name),
+        lambda: _from_reference(run, standard, reference, name) | _after_reference(run, standard, reference, name),
     )
 
 
@@ -149,7 +152,7 @@ def _spread(standard: Standard, reference: Observed, name: str) -> dict[int, flo
     earlier step."""
     found = dict.fromkeys(reference.steps, 0.0)
     for variant in standard.variants:
-        for step, deviation in _from_reference(variant, reference, name).items():
+        for step, deviation in _from_reference(variant, standard, reference, name).items():
             found[step] = max(found[step], deviation)
     finite = (deviation if math.isfinite(deviation) else 0.0 for deviation in found.values())
     return dict(zip(found, itertools.accumulate(finite, max), strict=True))
@@ -169,16 +172,12 @@ def _computed_limits(standard: Standard, run: Observed, name: str) -> tuple[Mapp
     assert standard.reference is not None
     reference, compute = standard.reference, run.spec.training.precision.compute
     spread = standard.once(("spread", name), lambda: _spread(standard, reference, name))
-    limits = {step: max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far) for step, so_far in spread.items()}
-    if later := {*run.steps} - spread.keys():
-        deviations = compared_deviations(run, standard, name)
-        so_far, reached = 0.0, 0.0
-        for step in sorted({*spread, *later}):
-            so_far = spread.get(step, so_far)
-            if step in later:
-                least = max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far, LATER_NORM if name == NORM else 0.0)
-                limits[step] = max(least, GROWTH * reached)
-            reached = max(reached, min(deviations.get(step, 0.0), limits[step]))
+    limits = standard.once(
+        ("limits of the reference", name),
+        lambda: {step: max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far) for step, so_far in spread.items()},
+    )
+    if not run.steps <= spread.keys():
+        limits = _later_limits(limits, run.steps, compared_deviations(run, standard, name), name)
     so_far = max(spread.values(), default=0.0)
     origin = f"{SPREAD_FACTOR:g} x the spread so far of {len(standard.variants)} re-seeded references in {compute}"
     if not standard.variants:
@@ -186,6 +185,19 @@ def _computed_limits(standard: Standard, run: Observed, name: str) -> tuple[Mapp
     if compute == "fp32" or SPREAD_FACTOR * so_far < LEAST_TOLERANCE:
         return limits, f"at least {LEAST_TOLERANCE:g}, or {origin}"
     return limits, f"{origin}, {so_far:.2g} at the last step"
+
+
+def _later_limits(
+    known: Mapping[int, float], steps: Iterable[int], deviations: Mapping[int, float], name: str
+) -> dict[int, float]:
+    """The limits of the reference's steps, and of those that it does not have."""
+    limits, so_far, reached = {}, LEAST_TOLERANCE, 0.0
+    for step in sorted({*known, *steps}):
+        so_far = known.get(step, so_far)
+        later = max(so_far, GROWTH * reached, LATER_NORM if name == NORM else 0.0)
+        limits[step] = so_far if step in known else later
+        reached = max(reached, min(deviations.get(step, 0.0), limits[step]))
+    return limits
 
 
 def compared_steps(run: Observed, standard: Standard) -> int:
@@ -217,7 +229,8 @@ def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
         if not any(step in standard.reference.steps for step in deviations):
             return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
         # The step closest to its limit, or furthest beyond it.
-        step = max(deviations, key=lambda s: deviations[s] / max(limits[s], 1e-30))
+        shares = [deviation / max(limits[step], 1e-30) for step, deviation in deviations.items()]
+        step = [*deviations][shares.index(max(shares))]
         worst, limit = deviations[step], limits[step]
         cells = len(standard.cells.get(name, {}))
         others = f"the median of {cells} cells" if cells > 2 else "the other cell"

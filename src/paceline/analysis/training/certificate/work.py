@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
+from functools import partial
 
 from paceline.analysis.findings import Check
 from paceline.analysis.training.certificate.arithmetic import _operations
@@ -151,7 +152,7 @@ def data_digests(run: Observed, standard: Standard) -> Check:
     for step, digest in run.digests.items():
         if step in known:
             continue
-        votes = Counter(peer.digests[step] for peer in standard.group if step in peer.digests)
+        votes = standard.once(("votes", step), partial(_votes, standard, step))
         if any(votes[seen] >= votes[digest] for seen in votes if seen != digest):
             disputed.append(step)
     problems = [f"other token ids than the reference at {steps_text(other)}"] if other else []
@@ -161,6 +162,11 @@ def data_digests(run: Observed, standard: Standard) -> Check:
     rest = len(run.digests) - len(common)
     seen = f"equal to the reference at {len(common)} steps" + (f", to the group at {rest}" if rest else "")
     return checked("data", "the token ids of the reference at every step", problems, seen)
+
+
+def _votes(standard: Standard, step: int) -> Counter[int]:
+    """How many runs of the group have each digest at this step."""
+    return Counter(peer.digests[step] for peer in standard.group if step in peer.digests)
 
 
 def tokens_per_step(run: Observed, standard: Standard) -> Check:
