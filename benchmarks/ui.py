@@ -86,11 +86,11 @@ class Agent:
         self.random, self.step, self.traffic = random.Random(node), 0, 0
         self.sender = Sender(disk, node)
 
-    def second(self, number: int, began: float) -> None:
-        """What the ranks of this node write in one second. One GPU of all is too hot, and its rank is late."""
-        at = time.time()
+    def second(self, at: float, steps: int) -> None:
+        """What the ranks of this node write in one second, after so many steps. One GPU of all is too hot, and its rank
+        is late."""
         hot = self.node == 5
-        for step in range(self.step, int((time.monotonic() - began) / STEP_S)):
+        for step in range(self.step, steps):
             if self.steps is not None:
                 self.steps.write(store.sample_line(step_of(step, self.random)))
             self.step = step + 1
@@ -152,7 +152,7 @@ def run_agents(disk: Path, run_dir: Path, spec: RunSpec, end: Any, spent: Any) -
         start = time.process_time()
         lines = []
         for agent in agents:
-            agent.second(number, began)
+            agent.second(time.time(), int((time.monotonic() - began) / STEP_S))
             lines += agent.sender.changes()
         sent = time.process_time()
         for line in lines:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import io
-import os
 import shutil
 import tarfile
 import time
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import simulated_serving as made
-from PIL import Image, ImageChops, ImageFilter
+from testbed import pictures
 
 from paceline.analysis.compare import folders
 from paceline.analysis.compare import history as over_time
@@ -32,14 +30,7 @@ KEPT = Path(__file__).parents[2] / "docs" / "measured"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
-PICTURED = Path(__file__).parents[1] / "golden" / "pages"
-# The share of a picture that may differ. Twice the same page: 0.0003; without its main chart: 0.05.
-TOLERANCE = 0.02
-# Pixels of this text where the pictures were taken: with other fonts every word has another place.
-SAMPLE_TEXT, SAMPLE_PX = "Throughput 385,800 tokens/s", 236.1
 EVIL = "<script>document.title='owned'</script>"
-# A guard against tests that hang, not a criterion.
-PATIENCE_S = 120.0
 
 pytestmark = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
@@ -139,7 +130,7 @@ def media(browser: Any, kind: str, scheme: str) -> None:
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + pictures.PATIENCE_S
     while time.monotonic() < end:
         if found := condition():
             return found
@@ -518,45 +509,10 @@ def test_the_other_pages_have_no_barriers_and_fit_a_phone(other: Any) -> None:
 # --- pictures ---
 
 
-def require_fonts(browser: Any) -> None:
-    measured = browser.execute_script(
-        "const c = document.createElement('canvas').getContext('2d');"
-        "c.font = `16px ${getComputedStyle(document.body).fontFamily}`; return c.measureText(arguments[0]).width",
-        SAMPLE_TEXT,
-    )
-    if abs(measured - SAMPLE_PX) > 0.5:
-        pytest.skip(f"other fonts than in the pictures: the sample is {measured:.1f} pixels wide, not {SAMPLE_PX}")
-
-
-def picture(browser: Any, width: int, height: int, scheme: str) -> Image.Image:
-    """The first screen, a quarter as large: what a person sees at a glance, not how a font draws its letters."""
-    media(browser, "screen", scheme)
-    with sized(browser, width, height):
-        widest = "return Math.max(0, ...[...document.querySelectorAll('figure svg')].map(s => s.clientWidth))"
-        wait_for(lambda: 0 < browser.execute_script(widest) <= width)
-        time.sleep(0.2)  # the chart is redrawn in its new width
-        image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-    return image.resize((width // 4, height // 4), Image.Resampling.BOX)
-
-
-def difference(first: Image.Image, second: Image.Image) -> float:
-    """The share of points that look different, after a blur of a few letters."""
-    if first.size != second.size:
-        return 1.0
-    soft = [image.filter(ImageFilter.BoxBlur(2)) for image in (first, second)]
-    red, green, blue = ImageChops.difference(*soft).split()
-    most = ImageChops.lighter(ImageChops.lighter(red, green), blue)
-    return sum(most.histogram()[12:]) / (first.width * first.height)
-
-
-SHAPES = {
-    "1440": (1440, 900, "light"),
-    "1440-dark": (1440, 900, "dark"),
-    "800": (800, 900, "light"),
-    "400": (400, 860, "light"),
-}
 MEASURED = {"fabric": "h200-fabric", "memory": "h200-memory", "finetune": "h200-finetune"}
-PICTURES = [(page, shape) for page in ("training", "served", "compare", "history", *MEASURED) for shape in SHAPES]
+PICTURES = [
+    (page, shape) for page in ("training", "served", "compare", "history", *MEASURED) for shape in pictures.SHAPES
+]
 # Each width and scheme once, and each kind of page.
 USUAL = {("training", "1440-dark"), ("training", "1440"), ("training", "400"), ("served", "1440"), ("compare", "1440")}
 
@@ -586,28 +542,21 @@ def pictured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_the_first_screen_looks_as_it_did(
     which: str, shape: str, chromium: Any, pictured: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """PACELINE_UPDATE_GOLDEN=1 stores what is shown now; look at it before you commit it."""
     if chromium.execute_script("return window.pictured") != which:
         chromium.get(pictured(which).as_uri())
         wait_for(lambda: all_of(chromium, "figure svg"))
         chromium.execute_script("window.pictured = arguments[0]", which)
-    require_fonts(chromium)
-    name = f"{which}-{shape}.png"
-    now, path = picture(chromium, *SHAPES[shape]), PICTURED / name
-    if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
-        now.quantize(128).save(path, optimize=True)
-    now.save(tmp_path / name)
-    found = difference(now, Image.open(path).convert("RGB"))
-    assert found <= TOLERANCE, f"{found:.1%} of {name} looks different: compare {tmp_path / name} with {path}"
+    pictures.require_fonts(chromium)
+    pictures.check(pictures.take(chromium, *pictures.SHAPES[shape]), f"{which}-{shape}.png", tmp_path)
 
 
 def test_a_missing_chart_is_seen_in_a_picture(chromium: Any, page: Path) -> None:
     chromium.get(page.as_uri())
     wait_for(lambda: all_of(chromium, "figure svg"))
-    require_fonts(chromium)
+    pictures.require_fonts(chromium)
     chromium.execute_script("document.querySelector('.lead figure').style.visibility = 'hidden'")
-    without = picture(chromium, 1440, 900, "light")
-    assert difference(without, Image.open(PICTURED / "training-1440.png").convert("RGB")) > TOLERANCE
+    without = pictures.take(chromium, *pictures.SHAPES["1440"])
+    assert pictures.difference(without, pictures.golden("training-1440.png")) > pictures.TOLERANCE
 
 
 # --- a served model ---

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
+import sys
 import tarfile
 import time
 import urllib.request
@@ -13,10 +15,12 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from testbed import pictures
 
 from paceline.campaign.ui.library import Library
 from paceline.campaign.ui.routes import App
 from paceline.campaign.ui.server import serving
+from paceline.launchers.node.log_transport import Receiver
 from paceline.results import campaign_file, store
 from paceline.results.records import GaugeSample
 
@@ -180,6 +184,49 @@ def test_the_live_view_shows_nodes_and_follows_them(browser: Any, url: str, run_
         log.write("[rank 0] unseen\n[rank 3] one more\n")
     wait_for(lambda: text(browser, ".log pre").endswith("one more"))
     assert "unseen" not in text(browser, ".log pre")
+
+
+# --- a picture of the live view ---
+
+NODES, GPUS, ROUNDS = 16, 8, 60
+
+
+@pytest.fixture(scope="module")
+def live_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The first minute of the agents of `benchmarks/ui.py` by their own clock, sent as log lines of nodes that share
+    no disk."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        synthetic = importlib.import_module("ui")
+    finally:
+        sys.path.pop(0)
+    root, disks = tmp_path_factory.mktemp("live") / "results", tmp_path_factory.mktemp("disks")
+    spec = synthetic.make_spec(NODES, GPUS)
+    folder = store.create(root, spec)
+    campaign_file.write_plan(folder.parent, [spec])
+    agents, receiver = [synthetic.Agent(disks / str(node), spec, node) for node in range(NODES)], Receiver(folder)
+    for second in range(ROUNDS):
+        for agent in agents:
+            agent.second(1.8e9 + second, int(second / synthetic.STEP_S))
+    for line in (line for agent in agents for line in agent.sender.changes()):
+        receiver.feed(line)
+    (folder / "log.txt").write_text("[rank 0] step 73\n")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(App(Library(root)), "127.0.0.1:0") as address,
+    ):
+        # The straggler is named after 20 looks.
+        patch.setattr("paceline.campaign.ui.live.INTERVAL_S", 0.05)
+        yield f"{address}campaign/{spec.experiment}/live"
+
+
+@pytest.mark.parametrize("shape", pictures.SHAPES)
+def test_the_live_view_looks_as_it_did(shape: str, browser: Any, live_url: str, tmp_path: Path) -> None:
+    if browser.current_url != live_url:
+        browser.get(live_url)
+        wait_for(lambda: "rank 43 (gpu-005) is last in 60 of 60 looks" in text(browser, "#alerts"))
+    pictures.require_fonts(browser)
+    pictures.check(pictures.take(browser, *pictures.SHAPES[shape], drawn="#map"), f"live-{shape}.png", tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/", "/runs", "/campaign/now/live"])

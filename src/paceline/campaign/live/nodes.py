@@ -45,6 +45,8 @@ LOOKS = 60
 FEWEST_LOOKS = 20
 # Files of other nodes arrive once a second and are read once a second: a lag below this shows nothing.
 RELAY_S = 2.5
+# Once a step has ended, all ranks run: files of a rank that take longer than this do not arrive here.
+UNSEEN_S = 30.0
 # A busy GPU whose clock is this far below the median of all busy ones is named.
 SLOW_CLOCK_RATIO = 0.9
 BUSY_RATIO = 0.5
@@ -109,7 +111,10 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A run at one moment. steps are those of rank 0 since the look before; ranks counts those that have started."""
+    """A run at one moment. steps are those of rank 0 since the look before; ranks counts those that have started.
+
+    unseen: how many ranks run without their files arriving here.
+    """
 
     pulse: Pulse
     nodes: tuple[NodeReading, ...]
@@ -117,6 +122,17 @@ class Look:
     straggler: Straggler | None
     suspects: tuple[str, ...]
     ranks: int
+    unseen: int = 0
+
+    @property
+    def unseen_text(self) -> str:
+        """Why some ranks are not shown; empty if all are."""
+        whole = self.pulse.spec.topology.world_size
+        return (
+            f"No files of {self.unseen} of {whole} ranks: their nodes do not share the results directory with this host"
+            if self.unseen
+            else ""
+        )
 
 
 class _NodeFile:
@@ -195,6 +211,7 @@ class RunWatch:
         self._last: deque[int | None] = deque(maxlen=LOOKS)
         self.history: list[Step] = []
         self._searched_at = float("-inf")
+        self._stepped_at: float | None = None
 
     def look(self) -> Look | None:
         """The run now; None before any rank has started."""
@@ -218,7 +235,15 @@ class RunWatch:
             straggler=straggler(self._last, nodes, self.spec.topology.processes_per_node),
             suspects=tuple(suspects(nodes)),
             ranks=len(positions),
+            unseen=self._unseen(pulse, len(positions)),
         )
+
+    def _unseen(self, pulse: Pulse, ranks: int) -> int:
+        if not self.spec.is_trained or pulse.step < 1:
+            return 0
+        now = time.monotonic()
+        self._stepped_at = self._stepped_at or now
+        return max(self.spec.topology.world_size - ranks, 0) if now - self._stepped_at > UNSEEN_S else 0
 
     def _find_nodes(self) -> None:
         """Look for files of new nodes, not every second once all are there."""

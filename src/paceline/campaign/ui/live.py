@@ -189,6 +189,7 @@ def tick_of(view: CampaignView, found: Look | None) -> dict[str, Any]:
         "ranks": found.ranks,
         "straggler": found.straggler and found.straggler.text,
         "suspects": found.suspects,
+        "unseen": found.unseen_text,
         "age": [round(node.age_s) for node in nodes],
         "cpu": [scaled(node.cpu_ratio, 100) for node in nodes],
         "host_memory": [scaled(node.memory_used_bytes, 1 / GIB, 1) for node in nodes],

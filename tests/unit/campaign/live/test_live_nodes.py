@@ -155,3 +155,23 @@ def test_numbers_that_no_gauge_can_have_are_not_known(run_dir: Path, number: Any
     assert [(step.step, step.loss) for step in look.steps] == [(4, None)]
     assert look.pulse.step_s == pytest.approx(0.875)
     assert (look.nodes[0].cpu_ratio, look.nodes[0].gpus[0].power_w) == (None, None)
+
+
+def test_ranks_whose_files_do_not_arrive_are_counted(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second node does not share the directory. Files may be late, so it is said after a while only."""
+    for rank in (0, 1):
+        store.ProgressFile(run_dir, rank).mark(1, "forward")
+    watch = RunWatch(run_dir, store.read_spec(run_dir))
+    early = watch.look()
+    monkeypatch.setattr(nodes, "UNSEEN_S", -1.0)
+    late = watch.look()
+    for rank in (2, 3):
+        store.ProgressFile(run_dir, rank).mark(1, "forward")
+    whole = watch.look()
+    assert early is not None
+    assert late is not None
+    assert whole is not None
+    assert [look.unseen for look in (early, late, whole)] == [0, 2, 0]
+    assert late.unseen_text == (
+        "No files of 2 of 4 ranks: their nodes do not share the results directory with this host"
+    )

@@ -53,8 +53,9 @@ addEventListener("DOMContentLoaded", () => {
       const columns = Math.max(1, Math.floor(room / (gpus * cell + gap)));
       if (Math.ceil(count / columns) * (cell + label + gap) <= 340) break;
     }
-    const columns = Math.max(1, Math.min(count, Math.floor((room + gap) / ((label ? Math.max(gpus * cell, 90) : gpus * cell) + gap))));
-    cell = Math.max(4, Math.min(40, Math.floor(((room + gap) / columns - gap) / gpus)));
+    const most = Math.max(1, Math.min(count, Math.floor((room + gap) / ((label ? Math.max(gpus * cell, 90) : gpus * cell) + gap))));
+    const columns = Math.ceil(count / Math.ceil(count / most)); // rows of equal length: 16 nodes are 4 by 4, not 5, 5, 5 and 1
+    cell = Math.max(4, Math.min(48, Math.floor(((room + gap) / columns - gap) / gpus)));
     const widest = label ? Math.max(gpus * cell, 90) : gpus * cell;
     plan = { columns, cell, gap, gpus, label, wide: widest + gap, high: cell + label + gap };
     const height = Math.ceil(count / columns) * plan.high, scale = devicePixelRatio || 1;
@@ -207,7 +208,7 @@ addEventListener("DOMContentLoaded", () => {
 
   function drawText() {
     $("now").textContent = tick.run ? tick.steps ? `${tick.title}: step ${Math.min(tick.step + 1, tick.steps).toLocaleString("en")} of ${tick.steps.toLocaleString("en")}` : `${tick.title}: ${tick.phase}` : tick.running ? (tick.waiting[0] ? `Waiting: ${tick.waiting[0]}` : "Between runs") : tick.state;
-    const alerts = tick.run ? [...(tick.straggler ? [`Straggler: ${tick.straggler}.`] : []), ...tick.suspects.map(text => `${text}.`)] : [];
+    const alerts = tick.run ? [...(tick.unseen ? [`${tick.unseen}.`] : []), ...(tick.straggler ? [`Straggler: ${tick.straggler}.`] : []), ...tick.suspects.map(text => `${text}.`)] : [];
     const list = $("alerts");
     if (list.dataset.shown !== alerts.join("\n")) { list.dataset.shown = alerts.join("\n"); list.replaceChildren(...alerts.map(textContent => make("li", { textContent }))); }
   }
