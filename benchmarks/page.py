@@ -21,8 +21,8 @@ from typing import Any
 from report import write_store
 
 from paceline.analysis.report import build
-from paceline.campaign.run.controller import read_experiment
 from paceline.report.exporters import html
+from paceline.results.launches import read_experiment
 
 STEPS, RANKS, OPENINGS = 50, 2, 3
 # No task that blocks for this long after the last one: the page is at rest.

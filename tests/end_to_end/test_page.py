@@ -20,9 +20,9 @@ from paceline.analysis.compare import folders
 from paceline.analysis.compare import history as over_time
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.campaign.run.controller import read_experiment
 from paceline.report.exporters import html
 from paceline.report.exporters._other_pages import compare_page, history_page
+from paceline.results.launches import read_experiment
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

@@ -191,10 +191,10 @@ class Runs:
 
     def __call__(self, draw: random.Random) -> str:
         from paceline.analysis.report import build
-        from paceline.campaign.run.controller import read_experiment
         from paceline.report.exporters import json as json_exporter
         from paceline.report.exporters import markdown
         from paceline.report.tables.one_run import record_lines
+        from paceline.results.launches import read_experiment
 
         source = draw.choice(self._runs)
         shutil.rmtree(self.folder, ignore_errors=True)

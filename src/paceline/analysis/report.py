@@ -45,7 +45,7 @@ from paceline.analysis.training import (
 )
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import Cell
-from paceline.analysis.training.window import Window, first_and_last_loss, open_window, step_table
+from paceline.analysis.training.window import LAUNCH_COLUMNS, Window, first_and_last_loss, open_window, step_table
 from paceline.errors import RequestError
 from paceline.experiment import recipe
 from paceline.experiment.spec import RunSpec
@@ -168,7 +168,8 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
     run = record.spec.run_id
     window = windows.get(run)
     status, reason = comparable.status_of(record, certificates.get(run))
-    first, last = first_and_last_loss(step_table(record))
+    columns = [LAUNCH_COLUMNS.index(name) for name in ("first", "last")]
+    first, last = window.launch[0, columns].tolist() if window else first_and_last_loss(step_table(record))
     evidence = [o.evidence for o in record.outcomes if o.evidence]
     return RunFinding(
         run=run,

@@ -72,12 +72,13 @@ def replay(arguments: argparse.Namespace) -> int:
     from paceline.analysis.reproduction import reproduce
     from paceline.campaign.live import display
     from paceline.campaign.run import replay as replaying
-    from paceline.campaign.run.controller import campaign, interruptible, read_experiment, references_of, unsupported
+    from paceline.campaign.run.controller import campaign, interruptible, references_of, unsupported
     from paceline.errors import require
     from paceline.experiment import foreign
     from paceline.host import machine
     from paceline.report.replay import difference_line, reproduction_lines, reproduction_table
     from paceline.results import store
+    from paceline.results.launches import read_experiment
 
     out: Path = arguments.out
     require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file written by `paceline capsule`")

@@ -159,11 +159,11 @@ def _count(text: str, option: str, accepted: str) -> int:
 
 def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
     """The healthy result to compare nodes with; rejected before anything is measured if it is not one."""
-    from paceline.analysis.machine import nodes
-    from paceline.campaign.run.controller import read_experiment
-
     if arguments.baseline is None:
         return None
+    from paceline.analysis.machine import nodes
+    from paceline.results.launches import read_experiment
+
     return nodes.baseline_of(read_experiment(arguments.baseline)[0], str(arguments.baseline))
 
 

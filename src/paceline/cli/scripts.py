@@ -125,8 +125,8 @@ def gate(arguments: argparse.Namespace) -> int:
 
 def recipe(arguments: argparse.Namespace) -> int:
     from paceline.analysis.report import build
-    from paceline.campaign.run.controller import read_experiment
     from paceline.report import handover
+    from paceline.results.launches import read_experiment
 
     known = handover.tools()
     require(arguments.tool in known, "--for", arguments.tool, ", ".join(known))
@@ -141,7 +141,7 @@ def recipe(arguments: argparse.Namespace) -> int:
 
 def script_exit_code(directory: Path) -> int | None:
     """The exit code of the first run in which the script failed; None if none did."""
-    from paceline.campaign.run.controller import read_experiment
+    from paceline.results.launches import read_experiment
 
     for record in read_experiment(directory)[0] if directory.is_dir() else ():
         if match := _EXIT.search(record.error or ""):

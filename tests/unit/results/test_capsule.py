@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from paceline import cli
-from paceline.campaign.run.controller import read_experiment
 from paceline.errors import RequestError
 from paceline.experiment import expansion, reading, recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.results import capsule, store
+from paceline.results.launches import read_experiment
 from paceline.results.records import GaugeSample, Status
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "capsules"

@@ -184,8 +184,10 @@ def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denomi
     (10.0, (10.0, 10.0))
     """
     top = float(sum(rows[:, numerator].sum() for rows in launches))
+    if not math.isfinite(top):
+        return None
     bottom = float(sum(rows[:, denominator].sum() for rows in launches))
-    if not any(map(len, launches)) or not math.isfinite(top) or not math.isfinite(bottom) or bottom <= 0:
+    if not any(map(len, launches)) or not math.isfinite(bottom) or bottom <= 0:
         return None
     return from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], unit_count(launches), len(launches))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ class Estimate(NamedTuple):
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """All certified repeats of one configuration, resampled once for all metrics.
 
@@ -55,11 +56,11 @@ class Cell:
     launch_sums: Array
     achievable: Mapping[str, Measurement] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def runs(self) -> tuple[str, ...]:
         return tuple(w.run for w in self.windows)
 
-    @property
+    @cached_property
     def shared_gpu(self) -> bool:
         """Whether processes share a GPU, which says nothing about speed."""
         return any(w.record.shares_gpu for w in self.windows)
@@ -90,13 +91,24 @@ class Cell:
 
     def per(self, numerator: str, denominator: str = "steps") -> Resampled | None:
         """Ratio of two sums over all steps of the windows."""
-        columns = STEP_COLUMNS.index(numerator), STEP_COLUMNS.index(denominator)
-        return intervals.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
+        key = "steps", numerator, denominator
+        if key not in self._ratios:
+            columns = STEP_COLUMNS.index(numerator), STEP_COLUMNS.index(denominator)
+            self._ratios[key] = intervals.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
+        return self._ratios[key]
 
     def mean(self, column: str, denominator: str = "launches") -> Resampled | None:
         """Mean over launches of a value that each launch has once, or the ratio of two such sums."""
-        columns = LAUNCH_COLUMNS.index(column), LAUNCH_COLUMNS.index(denominator)
-        return intervals.ratio_of_sums([w.launch for w in self.windows], self.launch_sums, *columns)
+        key = "launches", column, denominator
+        if key not in self._ratios:
+            columns = LAUNCH_COLUMNS.index(column), LAUNCH_COLUMNS.index(denominator)
+            self._ratios[key] = intervals.ratio_of_sums([w.launch for w in self.windows], self.launch_sums, *columns)
+        return self._ratios[key]
+
+    @cached_property
+    def _ratios(self) -> dict[tuple[str, str, str], Resampled | None]:
+        """What `per` and `mean` found: several metrics and every comparison of the cell ask for the same."""
+        return {}
 
     def seconds(self) -> Array:
         """Step times of all windows, in launch order."""

@@ -38,7 +38,7 @@ from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, Topology, WarmUp
 from paceline.host import trust
 from paceline.models.arithmetic import load as load_shape
-from paceline.results import attempts, capsule, store
+from paceline.results import attempts, store
 from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status, StepSample
 
@@ -586,26 +586,3 @@ def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """The newest launch of each run in a results directory or capsule, and the reasons for what was skipped."""
-    launches, unreadable = read_launches(directory)
-    records, _, passed_over = store.newest(launches)
-    return records, [*unreadable, *passed_over]
-
-
-def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """As `read_experiment`, with every launch of a run that was repeated on another day.
-
-    RequestError if the directory does not exist or contains no runs.
-    """
-    if not directory.exists():
-        raise RequestError(f"got {str(directory)!r}, which does not exist; expected a results directory or capsule.")
-    launches, skipped = store.read_launches(directory) if directory.is_dir() else capsule.read_runs(directory)
-    if (directory / "spec.json").is_file() and launches:
-        references, unreadable = capsule.references_beside(directory, launches[0])
-        launches, skipped = [*launches, *references], [*skipped, *unreadable]
-    if not launches and not skipped:
-        raise RequestError(f"got {str(directory)!r}, which contains no runs; expected a directory from `paceline run`.")
-    return launches, skipped

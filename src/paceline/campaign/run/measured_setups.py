@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from paceline.campaign.run.controller import load_own, read_launches
+from paceline.campaign.run.controller import load_own
 from paceline.errors import RequestError
 from paceline.experiment.spec import RunSpec
 from paceline.prediction import experiment_file, hardware, processors, published, runs, stored
@@ -17,6 +17,7 @@ from paceline.prediction.hardware import Accelerator
 from paceline.prediction.offsets import Anchor, Observation
 from paceline.prediction.served_anchors import Endpoint, ServedAnchor, is_behind_url, is_table, of_records, read_table
 from paceline.prediction.setup import Setup
+from paceline.results.launches import read_launches
 from paceline.results.records import RunRecord
 
 # Steps of one run scatter at least this much, whatever its own spread says.

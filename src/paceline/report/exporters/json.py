@@ -39,8 +39,11 @@ def document(report: Report) -> dict[str, Any]:
     return {name: plain(getattr(report, name)) for name in (*first, *rest)}
 
 
+_LEAVES = frozenset((str, int, bool, NoneType))
+
+
 def plain(value: object) -> Any:
-    if type(value) in (str, int, bool, NoneType):  # most of a report, so asked first
+    if type(value) in _LEAVES:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -53,7 +56,7 @@ def plain(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         return _fields(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): inner if type(inner) in _LEAVES else plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(inner) for inner in value]
     return value if isinstance(value, str | int) else str(value)
@@ -67,7 +70,9 @@ def flat(m: Measurement) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {name: plain(getattr(value, name)) for name in _names(value.__class__)}
+    fields = {name: getattr(value, name) for name in _names(value.__class__)}
+    # Most fields need no call.
+    return {name: inner if type(inner) in _LEAVES else plain(inner) for name, inner in fields.items()}
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from paceline.errors import LaunchError, RequestError
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
-from paceline.results import store
+from paceline.results import launches, store
 from paceline.results.records import MemorySample, Status
 from paceline.results.store import Progress
 
@@ -608,10 +608,10 @@ def test_a_signal_after_a_while_interrupts_cancelling_too(monkeypatch: pytest.Mo
 
 def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        controller.read_experiment(tmp_path)
+        launches.read_experiment(tmp_path)
     assert str(caught.value) == golden
     with pytest.raises(RequestError) as caught:
-        controller.read_experiment(tmp_path / "absent")
+        launches.read_experiment(tmp_path / "absent")
     assert str(caught.value) == golden
 
 

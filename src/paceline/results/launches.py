@@ -1,0 +1,32 @@
+"""The finished runs of a results directory or of a capsule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import RequestError
+from paceline.results import capsule, store
+from paceline.results.records import RunRecord
+
+
+def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """The newest launch of each run in a results directory or capsule, and the reasons for what was skipped."""
+    launches, unreadable = read_launches(directory)
+    records, _, passed_over = store.newest(launches)
+    return records, [*unreadable, *passed_over]
+
+
+def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """As `read_experiment`, with every launch of a run that was repeated on another day.
+
+    RequestError if the directory does not exist or contains no runs.
+    """
+    if not directory.exists():
+        raise RequestError(f"got {str(directory)!r}, which does not exist; expected a results directory or capsule.")
+    launches, skipped = store.read_launches(directory) if directory.is_dir() else capsule.read_runs(directory)
+    if (directory / "spec.json").is_file() and launches:
+        references, unreadable = capsule.references_beside(directory, launches[0])
+        launches, skipped = [*launches, *references], [*skipped, *unreadable]
+    if not launches and not skipped:
+        raise RequestError(f"got {str(directory)!r}, which contains no runs; expected a directory from `paceline run`.")
+    return launches, skipped
