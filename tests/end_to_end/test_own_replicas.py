@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from paceline.serving.engines import transformers as plain_engine
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
 
 SEAT = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+TESTS = Path(__file__).parents[1]
 TEXT = "the pace of a line is the pace of its slowest node"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -94,16 +96,24 @@ def spec_of(make_spec: Any, directory: Path, named: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def replica(directory: Path, make_spec: Any) -> Iterator[Endpoint]:
+def forked_models() -> Iterator[None]:
+    """Model processes that have torch and transformers from the nursery: importing them is most of their start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_server, "COMMAND", (sys.executable, "-m", "testbed.forked_replica", "front"))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))))
+        yield
+
+
+@pytest.fixture(scope="module")
+def replica(directory: Path, make_spec: Any, forked_models: None) -> Iterator[Endpoint]:
     """DeepSpeed over two processes."""
     pytest.importorskip("deepspeed")
     spec = spec_of(make_spec, directory, "deepspeed:tensor_parallel=2,max_batch=3")
     assert engine.check(spec) is None
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     with engine.open(spec, SEAT) as (endpoint,):
         yield endpoint
-    assert not [
-        child for child in psutil.Process().children(recursive=True) if "paceline.serving.replica" in child.cmdline()
-    ]
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 def ask(endpoint: Endpoint, path: str = "/v1/completions", **body: Any) -> Any:
@@ -127,7 +137,12 @@ def test_two_processes_answer_together_as_a_plain_loop_does(replica: Endpoint, r
 
 @pytest.mark.parametrize("name", ["transformers", pytest.param("deepspeed", marks=pytest.mark.exhaustive)])
 def test_a_replica_over_two_nodes_answers_as_a_plain_loop_does(
-    name: str, directory: Path, reference: Any, make_spec: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    directory: Path,
+    reference: Any,
+    make_spec: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    forked_models: None,
 ) -> None:
     """Each node has a rank that starts its part; the parts meet in the launch's store, and the first one answers. It
     does not outlive the other part."""

@@ -74,15 +74,15 @@ def answered(kind: str, run_dir: Path) -> int:
 
 
 def started(module: str, arguments: Sequence[str]) -> int:
-    """The exit code of `python -m MODULE ARGUMENTS`, forked where torch has been imported. It has the files that this
-    process inherited, under the same numbers, its network and its host name. What this environment says beside USUAL
-    reaches the program, but came too late for the import of torch."""
+    """The exit code of `python -m MODULE ARGUMENTS`, forked from the nursery of the kind NURSERY_KIND (torch). It
+    has the files that this process inherited, under the same numbers, its network and its host name. What this
+    environment says beside USUAL reaches the program, but came too late for the import of torch."""
     request = {"module": module, "arguments": list(arguments), "cwd": str(Path.cwd()), "env": dict(os.environ)}
     opened = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     numbers = [number for number in opened if _is_inherited(number)]
     spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in SPACES]
     usual = json.loads((Path(os.environ["NURSERY"]) / USUAL).read_text())
-    return _answer("1", usual, {**request, "files": numbers}, [*numbers, *spaces], None)
+    return _answer(os.environ.get("NURSERY_KIND", "1"), usual, {**request, "files": numbers}, [*numbers, *spaces], None)
 
 
 def _is_inherited(file: int) -> bool:

@@ -1,3 +1,3 @@
 #!/bin/sh
-# The interpreter that torchrun starts ranks with where it is a program of the nursery: they are such programs too.
+# The interpreter by which programs of the nursery, torchrun and the front of a replica, start others: such programs too.
 exec "$NURSERY_PYTHON" -m testbed.nursery start "$@"
