@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+DETECTABLE = "smallest detectable difference"
 MISSING = "\u2013"
 TIMES = "\u00d7"
 DIGITS_OF_INTERVAL = 2
@@ -206,7 +207,7 @@ def verdict_text(
         within = None if low is None or high is None else math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
         return (f"equal (within {within} %)" if within else "equal"), number
     if verdict == "inconclusive":
-        detectable = f", smallest detectable difference {short_percent(detectable_ratio)}" if detectable_ratio else ""
+        detectable = f", {DETECTABLE} {short_percent(detectable_ratio)}" if detectable_ratio else ""
         return verdict, f"{number}{detectable}"
     percent = abs(ratio - 1) * 100
     return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}", number

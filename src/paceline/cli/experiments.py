@@ -149,6 +149,8 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     rate = _usd_per_hour(specs, costing)
     if ahead := _expected(specs, arguments, {one.spec.run_id: one for one in forecasts}):
         total = forecast.total_text(ahead.values(), rate)
+        if stopping is not None and stopping.budget_s is not None:
+            total = forecast.budget_text(ahead.values(), stopping.budget_s, rate)
         print_hanging(screen, f"{len(ahead)} run{'' if len(ahead) == 1 else 's'} to do: {total}", 2)
     observer = display.observer_for(screen, rate, {one.spec.run_id: one.seconds for one in forecasts})
     paged = status_page.Paged(observer, arguments.out)

@@ -72,7 +72,9 @@ def add_verbs(verbs: Any) -> None:
         help="standard deviation to assume between launches of different days or nodes (default: 1)",
     )
     verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
-    verb.add_argument("-v", "--verbose", action="store_true", help="list rows that are equal, too")
+    verb.add_argument(
+        "-v", "--verbose", action="store_true", help="list rows that are equal and the reason of each verdict, too"
+    )
     verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
     verb = add_verb(verbs, "history", history, "show cells over time and where their level changed")
     verb.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="results directories, or their parent")
@@ -315,7 +317,13 @@ def compare(arguments: argparse.Namespace) -> int:
         lines = [*(table.equal_lines(comparison) if brief else ()), *table.lines(comparison)]
         lines += [f"regression: {r.text}" for r in regressions]
         lines += [f"skipped: {text}" for text in skipped]
-        _show(arguments.format, answer, names, table.tables(comparison, brief=brief), lines)
+        _show(
+            arguments.format,
+            answer,
+            names,
+            table.tables(comparison, brief=brief, reasons=not brief or arguments.format == "markdown"),
+            lines,
+        )
     if regressions:
         more = f"; and {len(regressions) - 1} more" if len(regressions) > 1 else ""
         print(f"paceline: regression beyond {limit:g} %: {regressions[0].text}{more}", file=sys.stderr)

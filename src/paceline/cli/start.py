@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import shlex
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -207,8 +209,8 @@ def _ask_have() -> str:
         f"here                         this machine ({here})",
         "slurm NODESxGPUS             a Slurm cluster, such as `slurm 2x8`",
         "ray NODESxGPUS               a Ray cluster that is running",
-        "kubernetes NODESxGPUS IMAGE  a Kubernetes cluster, and an image that contains Paceline",
-        "ssh HOST,HOST GPUS           hosts that you reach over ssh, and GPUs on each",
+        "kubernetes NODESxGPUS IMAGE  a Kubernetes cluster, and an image with Paceline",
+        "ssh HOST,HOST GPUS           hosts you reach over ssh, and GPUs on each",
         "http://HOST:PORT             a model server that is running",
     )
     return _ask("1. What do you have?", lines, HERE)
@@ -224,5 +226,10 @@ def _ask_time() -> str:
 
 
 def _ask(question: str, lines: Sequence[str], default: str) -> str:
-    print("\n".join((f"\n{question}", *(f"   {line}" for line in lines))))
+    # A line that does not fit goes on below its explanation, which begins behind two spaces.
+    width = shutil.get_terminal_size().columns
+    print(f"\n{question}")
+    for line in (f"   {line}" for line in lines):
+        hang = " " * (line.rfind("  ") + 2)
+        print(textwrap.fill(line, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False))
     return input(f"[{default}] > ")

@@ -107,9 +107,8 @@ def recommendation_lines(report: Report) -> list[str]:
 
 
 def brief_lines(report: Report) -> list[str]:
-    """The answer, then the caveats of its recommendation: what must not be missed without the full report."""
-    found = headline(report)
-    return [*filter(None, answer(report)), *(f"caveat: {caveat}" for caveat in (found.caveats if found else ()))]
+    """Sentences that must not be missed beside the headline and the table."""
+    return [sentence for sentence in answer(report) if sentence.startswith(_URGENT)]
 
 
 # --- the first sentence ---

@@ -201,12 +201,18 @@ def light(report: Report) -> Light:
     doubted = sum(not verdict.is_believed for verdict in report.served)
     shared = any(SHARED_GPU in run.health for run in ours)
     once = any(c.launches == 1 for c in report.comparisons)
+
+    def reason(level: str) -> str:
+        """What disturbed the first launch of a level, in brackets."""
+        found = (run.trust.reasons for run in report.runs if run.trust is not None and run.trust.level == level)
+        return next((f" ({reasons[0]})" for reasons in found if reasons), "")
+
     problems = (
         (RED, invalid, f"{invalid} of {len(ours)} runs invalid"),
-        (RED, levels[RED], f"{levels[RED]} of {len(report.runs)} launches badly disturbed"),
+        (RED, levels[RED], f"{levels[RED]} of {len(report.runs)} launches badly disturbed{reason(RED)}"),
         (RED, doubted, f"{doubted} of {len(report.served)} loads unreliable"),
         (AMBER, failed, f"{failed} of {len(ours)} runs failed"),
-        (AMBER, levels[AMBER], f"{levels[AMBER]} of {len(report.runs)} launches disturbed"),
+        (AMBER, levels[AMBER], f"{levels[AMBER]} of {len(report.runs)} launches disturbed{reason(AMBER)}"),
         (AMBER, shared, SHARED_GPU),
         (AMBER, once, "launches not repeated"),
     )

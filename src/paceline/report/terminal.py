@@ -1,4 +1,4 @@
-"""Tables for a terminal, drawn with rich. What does not fit is shortened, then a card per row; nothing is squeezed."""
+"""Tables for a terminal, drawn with rich. What does not fit is broken into lines, shortened, then transposed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.report.sections import NOT_ON_TERMINAL, sections
 from paceline.report.tables import served
 from paceline.report.tables.table import Cell, Table, without_empty
 from paceline.report.text import trust
-from paceline.wording import MISSING, short_percent
+from paceline.wording import DETECTABLE, MISSING, short_percent
 
 if TYPE_CHECKING:
     import rich.table
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
 # Widths of a column of sentences, tried in this order; None is unlimited.
 WORDS = (None, 56, 48, 40, 34, 28, 24)
-# A card per row keeps every column; of longer tables the least important columns are left out instead.
-MOST_CARDS = 12
-# Columns up to this priority matter: a table that would lose one is drawn as cards.
+# Widths of other columns of words and of headings, tried if that does not suffice: no word is broken.
+TIGHT = (24, 18, 12)
+# Shorter headings stay on one line.
+SHORT_HEADING = 8
+# A table of so many rows is transposed and keeps every column; longer ones leave out the least important instead.
+MOST_TRANSPOSED = 12
+# Of a transposed table: the least width of a column, and the largest of the names before them.
+NARROWEST, LONGEST_NAME = 12, 20
+# Columns up to this priority matter: without --verbose, others are left out.
 MATTERS = 4
-# Without --verbose: tables of a ranking, rows of a table, and disturbed launches that are named.
-MOST_TABLES, MOST_ROWS, MOST_LAUNCHES = 3, 16, 3
+# Without --verbose: tables of a ranking, and rows of a table.
+MOST_TABLES, MOST_ROWS = 3, 16
 # Shown without --verbose too: what failed, and what would fit instead.
 _FAILURES = ("not-ranked", "advice")
 _LIGHTS = {summary.GREEN: "green", summary.AMBER: "yellow", summary.RED: "red", summary.UNKNOWN: "dim"}
@@ -40,7 +46,11 @@ def section_group(report: Report, *names: str) -> RenderableType | None:
     from rich.console import Group
     from rich.text import Text
 
-    found: list[RenderableType] = [] if names else [*_first_lines(report)]
+    launches = (line for line in trust.lines(report) if line.startswith("  "))
+    found: list[RenderableType] = []
+    if not names:
+        *first, end = _first_lines(report)
+        found = [*first, *(Text(line, style="yellow") for line in launches), end]
     for section in sections(report):
         if section.name not in names if names else section.name in NOT_ON_TERMINAL:
             continue
@@ -57,7 +67,7 @@ def brief_group(report: Report) -> RenderableType:
     from rich.padding import Padding
     from rich.text import Text
 
-    found = [*_first_lines(report, MOST_LAUNCHES)]
+    found = [*_first_lines(report)]
     known = {section.name: section for section in sections(report) if section.name not in NOT_ON_TERMINAL}
     lead = next((section for section in known.values() if section.tables), None)
     shown: list[Table] = []
@@ -101,17 +111,13 @@ def essential(table: Table, warnings: Set[str] = frozenset()) -> Table:
     )[0]
 
 
-def _first_lines(report: Report, most: int | None = None) -> Iterator[RenderableType]:
-    """The headline, the trust light in one line, and the launches behind it, at most so many."""
+def _first_lines(report: Report) -> Iterator[RenderableType]:
+    """The headline, and the trust light in one line."""
     from rich.text import Text
 
     light = summary.light(report)
     yield Text(summary.headline(report), style="bold")
     yield Text(f"Trust: {light.level}. {light.text}.", style=_LIGHTS[light.level])
-    launches = [line for line in trust.lines(report) if line.startswith("  ")]
-    yield from (Text(line, style="yellow") for line in launches[:most])
-    if most is not None and len(launches) > most:
-        yield Text(f"  and {len(launches) - most} more", style="yellow")
     yield Text("")
 
 
@@ -123,11 +129,17 @@ def drawn(found: Iterable[Table]) -> RenderableType:
 
 
 class Fitted:
-    """A table that wraps its sentences, then shortens its intervals. If it still does not fit the console, each row
-    becomes a card; a long table drops its least important columns until it fits."""
+    """A table that wraps its sentences, then its other words, then shortens its intervals.
+
+    If it still does not fit the console, it is transposed; a long table drops its least important columns instead.
+    """
 
     def __init__(self, table: Table) -> None:
         self.table = table
+
+    @property
+    def has_sentences(self) -> bool:
+        return any(column.prose for column in self.table.columns[1:])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.padding import Padding
@@ -144,9 +156,8 @@ class Fitted:
                 break
             keep.remove(spare)
         gone = [column.name for i, column in enumerate(self.table.columns) if i not in keep]
-        lost = [column for i, column in enumerate(self.table.columns) if i not in keep and column.priority <= MATTERS]
-        if len(self.table.rows) <= MOST_CARDS and (lost or fitting is None):
-            yield from _cards(self.table)
+        if len(self.table.rows) <= MOST_TRANSPOSED and (gone or fitting is None):
+            yield from _cards(self.table) if self.has_sentences else _transposed(self.table, options.max_width)
             gone = []
         else:
             yield fitting or _draw(self.table, keep)
@@ -162,8 +173,10 @@ class Fitted:
         """These columns with sentences in the longest lines that fit; None if no width does."""
         from rich.measure import Measurement
 
-        for words in WORDS:
-            drawn = _draw(self.table, keep, words)
+        # Words beside sentences are not broken: those need the room themselves.
+        tighter = () if self.has_sentences else TIGHT
+        for words, tight in (*((words, None) for words in WORDS), *((WORDS[-1], tight) for tight in tighter)):
+            drawn = _draw(self.table, keep, words, tight)
             if Measurement.get(console, options.update(width=10_000), drawn).maximum <= options.max_width:
                 return drawn
         return None
@@ -177,7 +190,12 @@ def shortened(table: Table) -> Table:
     >>> [cell.detail for cell in shortened(Table("", (Column("a"), Column("b")), (row,))).rows[0]]
     ['\u00b12 %', '0.98x']
     """
-    rows = tuple(tuple(cell._replace(detail=_short(cell)) for cell in row) for row in table.rows)
+    # A share of a percentage would be read as percentage points.
+    shares = [column.unit == "%" for column in table.columns]
+    rows = tuple(
+        tuple(cell if share else cell._replace(detail=_short(cell)) for cell, share in zip(row, shares, strict=True))
+        for row in table.rows
+    )
     return dataclasses.replace(table, rows=rows)
 
 
@@ -189,11 +207,14 @@ def _short(cell: Cell) -> str:
     if interval is None or value is None:
         return cell.detail
     low, high, middle = (float(text.replace(",", "")) for text in (*interval.groups(), value[0]))
-    return f"\u00b1{short_percent((high - low) / 2 / abs(middle))}" if middle else cell.detail
+    if not middle:
+        return cell.detail
+    half = short_percent((high - low) / 2 / abs(middle))
+    return f"\u00b1{half}" if half[0].isdigit() else "\u00b11,000+ %"
 
 
 def _cards(table: Table) -> Iterator[RenderableType]:
-    """Each row as its name and, below it, every value with its heading, broken between values."""
+    """Each row as its name and, below it, every value with its heading: sentences need the whole width."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -215,8 +236,36 @@ def _cards(table: Table) -> Iterator[RenderableType]:
         yield Padding(text, (0, 0, 0, 2))
 
 
-def _draw(table: Table, keep: Sequence[int], words: int | None = None) -> rich.table.Table:
-    """words is the maximum width of a column of sentences; None is unlimited."""
+def _transposed(table: Table, width: int) -> Iterator[RenderableType]:
+    """Columns as lines and rows as columns, in as many parts as the width needs."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = shortened(table)
+    title = next((i for i, column in enumerate(table.columns) if not column.numeric), 0)
+    lines = [i for i, column in enumerate(table.columns) if i != title and column.heading != "#"]
+    names = [", ".join(filter(None, (table.columns[i].name, table.columns[i].unit))) for i in lines]
+    first = max((min(len(name), LONGEST_NAME) for name in names), default=0)
+    room = width - first - 2
+    parts = -(-len(table.rows) // max(1, min(len(table.rows), room // (NARROWEST + 2))))
+    count = -(-len(table.rows) // parts)
+    for begin in range(0, len(table.rows), count):
+        rows = table.rows[begin : begin + count]
+        part = Text(table.title, style="bold") if begin == 0 else None
+        drawn = RichTable(title=part, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        drawn.add_column("", max_width=first, overflow="fold")
+        for row in rows:
+            rank = f"{row[0].text}. " if table.columns[0].heading == "#" and row[0].text.isdigit() else ""
+            heading = Text(f"{rank}{row[title].text}")
+            drawn.add_column(heading, justify="right", overflow="fold", max_width=max(1, room // count - 2))
+        for i, name in zip(lines, names, strict=True):
+            drawn.add_row(Text(name), *(_text(row[i]) for row in rows))
+        yield drawn
+
+
+def _draw(table: Table, keep: Sequence[int], words: int | None = None, tight: int | None = None) -> rich.table.Table:
+    """words is the maximum width of a column of sentences, tight that of other words; None is unlimited."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -225,8 +274,13 @@ def _draw(table: Table, keep: Sequence[int], words: int | None = None) -> rich.t
     drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for i in keep:
         column = table.columns[i]
-        heading = "\n".join(filter(None, (column.name, column.unit)))
+        name = column.name
+        if tight is not None and len(name) > SHORT_HEADING:
+            name = name.replace(" ", "\n")
+        heading = "\n".join(filter(None, (name, column.unit)))
         widest = words if column.prose else None
+        if tight is not None and not column.numeric and not column.prose:
+            widest = max(tight, *(len(word) for row in table.rows for word in row[i].text.split()), 0)
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
         drawn.add_column(Text(heading), justify=justify, overflow="fold", max_width=widest)
     for row in table.rows:
@@ -238,4 +292,6 @@ def _text(cell: Cell) -> Text:
     from rich.text import Text
 
     text = Text(cell.text, style=_STYLES.get(cell.tone, ""))
-    return text.append(f"\n{cell.detail}", style="dim") if cell.detail else text
+    # What could have been seen has its own line: the interval before it is as long as the others.
+    detail = cell.detail.replace(f", {DETECTABLE} ", "\ndetectable: ")
+    return text.append(f"\n{detail}", style="dim") if detail else text

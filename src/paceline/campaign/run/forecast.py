@@ -104,6 +104,17 @@ def total_text(runs: Collection[Expected], usd_per_hour: float | None = None) ->
     return f"{how} {format_duration(sum(run.seconds for run in runs))}{usd} ({bases})"
 
 
+def budget_text(runs: Collection[Expected], budget_s: float, usd_per_hour: float | None = None) -> str:
+    """The time budget and what it costs at most; the launches before the first verdict may take longer.
+
+    >>> budget_text([Expected(seconds=90.0, device_s=180.0, basis=EARLIER)], 600.0, usd_per_hour=2.0)
+    'about 10 min 00 s, 0.67 USD (time budget)'
+    """
+    devices = max((run.device_s / run.seconds for run in runs if run.seconds), default=0.0)
+    usd = "" if usd_per_hour is None else f", {devices * budget_s / 3600 * usd_per_hour:.2f} USD"
+    return f"about {format_duration(budget_s)}{usd} (time budget)"
+
+
 def store(found: Sequence[Forecast], out: Path) -> None:
     """Keep the predictions beside the results, so that the report can show how right they were."""
     if found:

@@ -173,10 +173,11 @@ def distinct(changes: Sequence[Change]) -> tuple[Change, ...]:
     return tuple(c for c in changes if c.metric != STEP or rates.get((c.cell, c.row), "") != c.verdict)
 
 
-def tables(found: Between, *, brief: bool = False) -> tuple[Table, ...]:
+def tables(found: Between, *, brief: bool = False, reasons: bool = True) -> tuple[Table, ...]:
     """Cells, rows of sweeps, what differs, what is lost; each only if there is something to show.
 
     brief: without rows that are equal, which `equal_lines` counts, and without those that repeat another.
+    reasons: with the reason of every verdict, else only of missing ones.
     """
     changes = [c for c in distinct(found.changes) if c.verdict != EQUAL] if brief else found.changes
     shared: tuple[Filled[Differing], ...] = (
@@ -190,8 +191,8 @@ def tables(found: Between, *, brief: bool = False) -> tuple[Table, ...]:
         (Column("reason", prose=True), lambda x: x.reason),
     )
     wanted = (
-        _changes("Cells, B over A", [c for c in changes if c.row is None]),
-        _changes("Rows of sweeps and ceilings, B over A", [c for c in changes if c.row is not None]),
+        _changes("Cells, B over A", [c for c in changes if c.row is None], reasons),
+        _changes("Rows of sweeps and ceilings, B over A", [c for c in changes if c.row is not None], reasons),
         filled("What else differs", found.shared, shared),
         filled("Ok in A, not in B", found.lost, lost),
     )
@@ -221,7 +222,7 @@ def _reason(c: Change) -> str:
     return rest if mark and size.startswith("a difference of ") else c.reason
 
 
-def _changes(title: str, changes: Sequence[Change]) -> Table | None:
+def _changes(title: str, changes: Sequence[Change], reasons: bool = True) -> Table | None:
     """All changes with a verdict, and at least MOST_ROWS; a note counts the rows left out."""
 
     def values(c: Change) -> str:
@@ -231,22 +232,26 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     def ratio(c: Change) -> Cell:
         word = direction(c.metric, c.ratio)
         return Cell(
-            *verdict_text(c.verdict, c.ratio, c.low, c.high, word),
+            *verdict_text(c.verdict, c.ratio, c.low, c.high, word, None if reasons else c.detectable_ratio),
             _TONES.get(c.verdict or "", "quiet"),
         )
 
     own: tuple[Filled[Change], ...] = ((Column("differs here", prose=True), lambda c: differences_text(c.differences)),)
+    why: tuple[Filled[Change], ...] = ((Column("reason", priority=4, prose=True), _reason),)
+    detectable: tuple[Filled[Change], ...] = (
+        (
+            numeric("detectable difference", 3),
+            lambda c: "" if c.detectable_ratio is None else short_percent(c.detectable_ratio),
+        ),
+    )
     columns: tuple[Filled[Change], ...] = (
         (Column("what", prose=True), lambda c: c.label if c.row is None else f"{c.row} ({c.label})"),
         (Column("metric"), lambda c: metric_words(c.metric)),
         (numeric("A -> B", 2), values),
         (Column("B over A"), ratio),
-        (
-            numeric("detectable difference", 3),
-            lambda c: "" if c.detectable_ratio is None else short_percent(c.detectable_ratio),
-        ),
+        *(detectable if reasons else ()),
         *(own if any(c.differences for c in changes) else ()),
-        (Column("reason", priority=4, prose=True), _reason),
+        *(why if reasons or any(c.verdict is None for c in changes) else ()),
     )
     most = max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))
     left = changes[most:]
