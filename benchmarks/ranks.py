@@ -1,8 +1,8 @@
 """What one run of thousands of ranks takes to read, show and report: time and peak memory.
 
-Run `python benchmarks/ranks.py [RANKS ...]` (default: 4096). It makes up a run of that many ranks, eight to a node, of
-100 steps, with gauges of every GPU and the facts of every host, beside its reference, and prints one JSON line for each
-command. Nothing here passes or fails.
+Run `python benchmarks/ranks.py [RANKS[xSTEPS] ...]` (default: 4096x100 4096x500). It makes up a run of that many ranks,
+eight to a node, with gauges of every GPU and the facts of every host, beside its reference, and prints one JSON line
+for each command. Nothing here passes or fails.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from paceline.results.records import GaugeSample, Status
 STEPS, PER_NODE, READINGS = 100, 8, 20
 
 
-def write_run(folder: Path, ranks: int) -> Path:
+def write_run(folder: Path, ranks: int, steps: int = STEPS) -> Path:
     """One run of that many ranks and its reference; returns the directory of the run."""
     file = folder / "large.yaml"
     file.write_text(
-        "name: large\nbase: {model: tiny, strategy: ddp, sequence_length: 64, precision: fp32, device: cpu}\n"
+        "name: large\nbase: {model: tiny, strategy: ddp, sequence_length: 64, precision: fp32, device: cuda}\n"
     )
     sizes = (f"nodes={ranks // PER_NODE}", f"processes={PER_NODE}")
-    (spec,) = expansion.load(str(file), [f"steps={STEPS}", "reference_steps=10", *sizes])
+    (spec,) = expansion.load(str(file), [f"steps={steps}", "reference_steps=10", *sizes])
     for each in (reference_of(spec), spec):
         _write_run(folder, each)
     run_dir = folder / spec.experiment / spec.run_id
     _add_hosts(run_dir, spec)
-    steps = store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps
-    store.seal(run_dir, Status.OK, None, 0.0, 1.0, steps=steps)
+    columns = store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps
+    store.seal(run_dir, Status.OK, None, 0.0, 1.0, steps=columns)
     return run_dir
 
 
@@ -49,19 +49,26 @@ def _add_hosts(run_dir: Path, spec: RunSpec) -> None:
         store.write_json(run_dir / f"machine-node{node}.json", {**facts, "host": f"node{node}"})
     for rank in range(spec.topology.world_size):
         host = f"node{rank // PER_NODE}"
-        store.write_outcome(run_dir, dataclasses.replace(_outcome(spec, rank), host=host))
+        outcome = _outcome(spec, rank)
+        assert outcome.evidence is not None
+        evidence = dataclasses.replace(outcome.evidence, window_began_at_s=0.5)
+        store.write_outcome(run_dir, dataclasses.replace(outcome, host=host, evidence=evidence))
         with (run_dir / f"samples-{rank}.jsonl").open("a") as lines:
             for i in range(READINGS):
-                reading = GaugeSample(rank=rank, host=host, at_s=0.5 * i, device=rank % PER_NODE, power_w=400.0 + i % 7)
+                reading = GaugeSample(
+                    rank=rank, host=host, at_s=2.5 * i, device=rank % PER_NODE, power_w=400.0 + i % 7,
+                    energy_j=1000.0 * i, throttle_reasons=(),
+                )  # fmt: skip
                 lines.write(store.sample_line(reading))
 
 
 def main() -> None:
-    for ranks in map(int, sys.argv[1:] or ("4096",)):
+    for words in sys.argv[1:] or ("4096x100", "4096x500"):
+        ranks, _, steps = words.partition("x")
         with tempfile.TemporaryDirectory() as name:
-            run_dir = write_run(Path(name), ranks)
+            run_dir = write_run(Path(name), int(ranks), int(steps or STEPS))
             megabytes = round(sum(path.stat().st_size for path in run_dir.glob("samples-*")) / 1e6)
-            said = {"ranks": ranks, "sample_mb": megabytes}
+            said = {"ranks": int(ranks), "steps": int(steps or STEPS), "sample_mb": megabytes}
             for formats in ("json and csv", "all"):
                 found = _timed(run_dir.parent, TIMED[formats])
                 print(json.dumps({**said, "command": f"report, {formats}", **found}), flush=True)

@@ -58,6 +58,8 @@ class StepSeries(Sequence[StepSample]):
             name: _column(values, codes) for name, codes, values in zip(self.FIELDS, self._CODES, whole, strict=True)
         }
         self._length = len(self._columns["step"])
+        # What was computed from the columns and is needed again, by name.
+        self.derived: dict[tuple[object, ...], Any] = {}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Column]) -> StepSeries:
@@ -65,6 +67,7 @@ class StepSeries(Sequence[StepSample]):
         series = cls.__new__(cls)
         series._columns = {name: columns[name] for name in cls.FIELDS}
         series._length = len(series._columns["step"])
+        series.derived = {}
         return series
 
     @classmethod
@@ -117,8 +120,9 @@ def _column(parts: Sequence[Sequence[Any]], codes: str) -> Column:
 # --- lines ---
 
 # Samples with a tuple, which JSON stores as a list.
-_WITH_SERIES = {
-    sample for sample in SAMPLE_TYPES.values() if any("tuple[" in field.type for field in dataclasses.fields(sample))
+_SERIES = {
+    sample: tuple(field.name for field in dataclasses.fields(sample) if "tuple[" in field.type)
+    for sample in SAMPLE_TYPES.values()
 }
 
 
@@ -208,8 +212,9 @@ def _whole_steps(rows: Sequence[Mapping[str, Any]]) -> Columns | None:
 
 def _sample(row: dict[str, Any]) -> Sample:
     sample = SAMPLE_TYPES[row.pop("kind")]
-    if sample in _WITH_SERIES:
-        row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    for name in _SERIES[sample]:
+        if isinstance(row.get(name), list):
+            row[name] = tuple(row[name])
     return sample(**row)
 
 

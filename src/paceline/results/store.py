@@ -316,6 +316,9 @@ def _assemble(
     """steps: those of the run, if they need not be read from its lines. kept: other lines that were read already."""
     paths = sorted(run_dir.glob("samples-*.jsonl"))
     joined = samples.read(paths) if steps is None else samples.Joined([], [], samples.others_of(paths, kept))
+    by_kind: dict[str, list[Sample]] = {}
+    for sample in joined.others:
+        by_kind.setdefault(sample.kind, []).append(sample)
     return RunRecord(
         **{name: getattr(end, name) for name in _END_FIELDS},
         spec=read_spec(run_dir),
@@ -324,7 +327,7 @@ def _assemble(
         machines=read_machines(run_dir),
         steps=StepSeries(joined.steps) if steps is None else steps,
         redone=StepSeries(joined.redone) if joined.redone else (),
-        **{field: tuple(s for s in joined.others if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
+        **{field: tuple(by_kind.get(kind, ())) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
     )
 
 

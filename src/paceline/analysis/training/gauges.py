@@ -4,19 +4,23 @@ throttled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training.goodput import kept_starts
 from paceline.host.gauges import SLOWING_REASONS
-from paceline.results.records import GaugeSample, RunRecord
+from paceline.results.records import CheckpointSample, GaugeSample, Outcome, RunRecord, StartSample
 from paceline.results.samples import StepSeries
+
+Kept = TypeVar("Kept")
+Ranked = TypeVar("Ranked", StartSample, CheckpointSample, Outcome)
 
 
 class Source(NamedTuple):
@@ -56,6 +60,10 @@ class Throttling:
 
 def sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
     """Samples of each GPU and host, oldest first. If several ranks read a host, the first of them counts."""
+    return _kept(StepSeries.of(record.steps), record.gauges, lambda: _sources(record))
+
+
+def _sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
     ordered = sorted(record.gauges, key=lambda s: (s.rank, s.at_s))
     readers: dict[str, int] = {}
     ours = [s for s in ordered if s.device is not None or readers.setdefault(s.host, s.rank) == s.rank]
@@ -63,20 +71,51 @@ def sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
     return {source: tuple(samples) for source, samples in by_source.items()}
 
 
+def _rows_of_ranks(series: StepSeries) -> dict[int, NDArray[np.intp]]:
+    """The rows of each rank, for all of thousands of ranks at once; kept with the series."""
+    key = ("rows of ranks",)
+    if key not in series.derived:
+        rows = np.flatnonzero(np.asarray(series.column("variant")) == 0)
+        ranks = np.asarray(series.column("rank"))[rows]
+        order = np.argsort(ranks, kind="stable")
+        known, starts = np.unique(ranks[order], return_index=True)
+        own = np.split(rows[order], starts[1:]) if len(rows) else []
+        series.derived[key] = dict(zip(known.tolist(), own, strict=True))
+    found: dict[int, NDArray[np.intp]] = series.derived[key]
+    return found
+
+
+def _of_rank(series: StepSeries, samples: tuple[Ranked, ...], rank: int) -> list[Ranked]:
+    """The samples of one rank, in order, by an index of all ranks that is kept with the series of the run."""
+    by_rank = _kept(series, samples, lambda: grouped(samples, lambda sample: sample.rank))
+    return by_rank.get(rank, [])
+
+
+def _kept(series: StepSeries, samples: tuple[object, ...], compute: Callable[[], Kept]) -> Kept:
+    """What was computed from other samples of the run, kept with the series of its steps."""
+    key = "other samples", id(samples)
+    # With the samples themselves: a record with others has another index.
+    if key not in series.derived or series.derived[key][0] is not samples:
+        series.derived[key] = samples, compute()
+    found: Kept = series.derived[key][1]
+    return found
+
+
 def timeline(record: RunRecord, rank: int) -> Timeline | None:
     """Steps by wall clock; None if the rank did not record the start of its window, or has no step."""
     series = StepSeries.of(record.steps)
-    own = (np.asarray(series.column("rank")) == rank) & (np.asarray(series.column("variant")) == 0)
+    own = _rows_of_ranks(series).get(rank)
     # Steps at which a kept attempt began, and when; records without restarts know only the first.
-    starts = [(s.step, s.at_s) for s in sorted(record.starts, key=lambda s: s.attempt) if s.rank == rank]
-    began = next((o.evidence.window_began_at_s for o in record.outcomes if o.rank == rank and o.evidence), None)
+    own_starts = sorted(_of_rank(series, record.starts, rank), key=lambda s: s.attempt)
+    starts = [(s.step, s.at_s) for s in own_starts]
+    began = next((o.evidence.window_began_at_s for o in _of_rank(series, record.outcomes, rank) if o.evidence), None)
     anchors = kept_starts(starts) if starts else [] if began is None else [(0, began)]
-    if not anchors or not own.any():
+    if not anchors or own is None:
         return None
     steps = np.asarray(series.column("step"))[own]
     order = np.argsort(steps, kind="stable")
     steps, seconds = steps[order], np.asarray(series.column("duration_s"), dtype=np.float64)[own][order]
-    pauses = {c.step - 1: c.duration_s for c in record.checkpoints if c.rank == rank}
+    pauses = {c.step - 1: c.duration_s for c in _of_rank(series, record.checkpoints, rank)}
     paused = np.array([pauses.get(step, 0.0) for step in steps.tolist()]) if pauses else np.zeros(len(steps))
     edges = anchors[0][1] + np.concatenate([[0.0], np.cumsum(seconds + paused)])
     begins, ends = edges[:-1].copy(), edges[1:] - paused

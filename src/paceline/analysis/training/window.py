@@ -10,7 +10,7 @@ import itertools
 import math
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +108,14 @@ class StepTable:
             rows[np.arange(width) < counts[:, None]] = values
         return np.asarray(np.cumsum(rows, axis=1)[:, -1])
 
+    def counts(self, field: str) -> dict[Any, int]:
+        """How many rows have each value."""
+        column = self.series.column(field)
+        if not isinstance(column, array):
+            return Counter(self.values(field))
+        values, counts = np.unique(np.asarray(column)[self.order], return_counts=True)
+        return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
     def by_step(self, field: str) -> list[list[Any]]:
         values = self.values(field)
         return [values[a:b] for a, b in itertools.pairwise(self.bounds)]
@@ -120,7 +128,16 @@ class StepTable:
 
 
 def step_table(record: RunRecord, variant: int = 0) -> StepTable:
+    """The steps of a run, or of one variant of a reference; kept with its series."""
     series = StepSeries.of(record.steps)
+    key = "table", variant
+    if key not in series.derived:
+        series.derived[key] = _step_table(series, variant)
+    found: StepTable = series.derived[key]
+    return found
+
+
+def _step_table(series: StepSeries, variant: int) -> StepTable:
     rows = np.flatnonzero(np.asarray(series.column("variant")) == variant)
     recorded = np.asarray(series.column("step"))[rows]
     order = np.argsort(recorded, kind="stable")

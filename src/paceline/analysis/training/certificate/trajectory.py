@@ -84,7 +84,7 @@ def finite_loss(run: Observed, standard: Standard) -> Check:
     return checked("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
 
 
-def _deviations(run: Observed, base: Mapping[int, float], name: str) -> dict[int, float]:
+def worst_deviations(run: Observed, base: Mapping[int, float], name: str) -> dict[int, float]:
     """|x - base| / |base| by step with a base, worst rank; infinite if a value is missing or the base is infinite.
 
     Losses of 2.1 and 2.0 over a base of 2.0 deviate by 0.05.
@@ -106,7 +106,7 @@ def _from_reference(run: Observed, standard: Standard, reference: Observed, name
 
     A step that the fp16 reference skipped for overflow has no norm to compare with.
     """
-    return _deviations(run, standard.once(("base", name), lambda: _base(reference, name)), name)
+    return worst_deviations(run, standard.once(("base", name), lambda: _base(reference, name)), name)
 
 
 def _base(reference: Observed, name: str) -> dict[int, float]:
@@ -128,7 +128,7 @@ def _after_reference(run: Observed, standard: Standard, reference: Observed, nam
         known = sorted({step for steps in peers for step in steps if step > last})
         return {step: statistics.median(steps[step] for steps in peers if step in steps) for step in known}
 
-    found = _deviations(run, standard.once(("medians", name, left_out), medians), name)
+    found = worst_deviations(run, standard.once(("medians", name, left_out), medians), name)
     if found and name == NORM and run.spec.training.precision.compute == "fp16":
         overflows = {step for step, norms in run.by_step("grad_norm").items() if all(x is None for x in norms)}
         return {step: error for step, error in found.items() if step not in overflows}

@@ -191,12 +191,12 @@ def optimizer_steps(run: Observed, standard: Standard) -> Check:
     In fp16 a step whose gradients overflow is skipped by design: accepted if no rank has a finite norm there.
     """
     wanted = run.spec.steps
-    per_rank = Counter(run.table.values("rank"))
+    per_rank = run.table.counts("rank")
     ranks = range(run.spec.topology.world_size)
-    problems = [f"{per_rank[r]} steps on rank {r}" for r in ranks if per_rank[r] != wanted]
+    problems = [f"{per_rank.get(r, 0)} steps on rank {r}" for r in ranks if per_rank.get(r) != wanted]
     fp16 = run.spec.training.precision.compute == "fp16"
     wrong: defaultdict[int, list[int]] = defaultdict(list)
-    if set(run.table.values("updates")) != {1}:
+    if run.table.counts("updates").keys() != {1}:
         for step, seen in run.by_step("updates").items():
             overflow = fp16 and all(norm is None for norm in run.table.at(step, "grad_norm"))
             for updates in {*seen} - ({0, 1} if overflow else {1}):
@@ -210,8 +210,9 @@ def micro_batches(run: Observed, standard: Standard) -> Check:
     training, layout = run.spec.training, run.layout
     wanted, positions = training.accumulation, training.micro_batch * training.sequence_length
     passes = parallel.micro_batches(layout, training)
-    seen = Counter(run.table.values("micro_batches"))
-    problems = [f"{count} on {times} of {seen.total()} rank-steps" for count, times in seen.items() if count != wanted]
+    seen = run.table.counts("micro_batches")
+    total = sum(seen.values())
+    problems = [f"{count} on {times} of {total} rank-steps" for count, times in seen.items() if count != wanted]
     problems = problems if seen else ["no step was recorded"]
     looked_up = _operations(run, "embedding")
     for (rank, step), counts in looked_up.items():
