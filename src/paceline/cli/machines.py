@@ -188,6 +188,7 @@ def status(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import status as live_status
 
     if arguments.directory is not None:
+        require_directory(arguments.directory, "status")
         arguments.out = arguments.directory
     require_directory(arguments.out)
     terminal = console()
@@ -216,7 +217,7 @@ def stream(arguments: argparse.Namespace) -> int:
     from paceline.experiment import plugins
 
     directory, interval = arguments.directory or arguments.out, arguments.interval
-    require_directory(directory)
+    require_directory(directory, "stream" if arguments.directory else "--out")
     require(0 < interval <= LONGEST_INTERVAL_S, "--interval", interval, "a positive number of seconds up to a day")
     exporters = {name: plugins.load("exporters", name) for name in arguments.to}
     silent = [name for name, exporter in exporters.items() if not hasattr(exporter, "stream")]

@@ -388,7 +388,7 @@ def ui(arguments: argparse.Namespace) -> int:
     from paceline.campaign.ui.server import serving
 
     directory = arguments.directory or arguments.out
-    require_directory(directory)
+    require_directory(directory, "ui" if arguments.directory else "--out")
     with serving(App(Library(directory)), arguments.listen) as address:
         print(f"{address}\nEnd it with Ctrl-C.", flush=True)
         if arguments.open:

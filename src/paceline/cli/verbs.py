@@ -100,9 +100,9 @@ def add_allow_option(verb: Parser, text: str) -> None:
     )
 
 
-def require_directory(out: Path) -> None:
+def require_directory(out: Path, where: str = "--out") -> None:
     if not out.is_dir():
-        raise RequestError(f"--out: got {str(out)!r}, which is not a directory; expected a results directory.")
+        raise RequestError(f"{where}: got {str(out)!r}, which is not a directory; expected a results directory.")
 
 
 def print_checks(checks: Sequence[Any]) -> None:

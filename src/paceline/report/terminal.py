@@ -131,7 +131,8 @@ def drawn(found: Iterable[Table]) -> RenderableType:
 class Fitted:
     """A table that wraps its sentences, then its other words, then shortens its intervals.
 
-    If it still does not fit the console, it is transposed; a long table drops its least important columns instead.
+    If it still does not fit the console, it is transposed; a long table drops its least important columns instead. What
+    then does not fit, and sentences, are a card per row.
     """
 
     def __init__(self, table: Table) -> None:
@@ -156,11 +157,13 @@ class Fitted:
                 break
             keep.remove(spare)
         gone = [column.name for i, column in enumerate(self.table.columns) if i not in keep]
-        if len(self.table.rows) <= MOST_TRANSPOSED and (gone or fitting is None):
-            yield from _cards(self.table) if self.has_sentences else _transposed(self.table, options.max_width)
-            gone = []
+        is_short = len(self.table.rows) <= MOST_TRANSPOSED
+        if fitting is not None and not (gone and is_short):
+            yield fitting
         else:
-            yield fitting or _draw(self.table, keep)
+            by_card = self.has_sentences or not is_short
+            yield from _cards(self.table) if by_card else _transposed(self.table, options.max_width)
+            gone = []
         left_out = (f"Too narrow to show: {', '.join(gone)}.",) if gone else ()
         for note in (*self.table.notes, *left_out):
             yield Padding(Text(note, style="dim"), (0, 0, 0, 2))

@@ -502,3 +502,10 @@ def test_status_takes_a_directory_like_report(here: Path, make_run: Make, capsys
     assert capsys.readouterr().out == by_name
     assert "1 ok" in by_name
     assert cli.main(["status", "nowhere"]) == 2
+
+
+def test_status_of_no_directory_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "absent"]) == 2
+    assert capsys.readouterr().err == (
+        "paceline: status: got 'absent', which is not a directory; expected a results directory.\n"
+    )

@@ -14,7 +14,7 @@ from paceline import wording
 from paceline.analysis.findings import Report
 from paceline.report import summary, terminal
 from paceline.report.tables import table as tables
-from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.report.text import cells
 from paceline.report.text.machine_facts import flatten
 from paceline.wording import MISSING, format_duration, format_quantity
@@ -250,3 +250,22 @@ def test_recommendations_read_by_group_with_each_caveat_once(report: Report, gol
     silent, measured = present.recommendation_lines(dataclasses.replace(report, recommendations=()))
     assert silent == tables.NO_ANSWER
     assert "times" not in measured
+
+
+def test_a_table_that_is_too_wide_is_transposed_in_parts() -> None:
+    columns = (
+        Column("strategy"),
+        *(numeric(f"{name}, {unit}") for name, unit in (("step time", "ms"), ("change", "%"))),
+    )
+    columns += tuple(numeric(f"metric {i}, GiB") for i in range(5))
+    rest = (Cell("12,345,678"),) * 5
+    rows = [(Cell(f"strategy-{i}"), Cell("100", "[98, 102]"), Cell("-30.4", "[-34.8, -25.8]"), *rest) for i in range(4)]
+    text = printed(terminal.Fitted(Table("t", columns, tuple(rows))), 48)
+    assert max(map(len, text.splitlines())) <= 48
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert ["strategy-0", "strategy-1"] in lines
+    assert ["strategy-2", "strategy-3"] in lines
+    assert lines.count(["step", "time,", "ms", "100", "100"]) == 2
+    assert text.count("\u00b12 %") == 4
+    assert text.count("[-34.8,") == 4, "a share of a percentage would be read as percentage points"
+    assert lines.count(["metric", "4,", "GiB", "12,345,678", "12,345,678"]) == 2
