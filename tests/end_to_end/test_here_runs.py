@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from testbed import ONE_SUM
+from testbed import ONE_SUM, light_rank, twins
 from testbed import slurm as testbed
 
 from paceline.results import store
@@ -61,15 +61,7 @@ def started(tmp_path: Path, environment: Callable[..., dict[str, str]]) -> Itera
         for rank in range(size) if ranks is None else ranks:
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
             variables = environment(PACELINE_RED_REPEATS="0", **{k: str(v) for k, v in own.items()}, **env)
-            children.append(
-                subprocess.Popen(
-                    [*LIGHT, *command(tmp_path)],
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            children.append(twins.started(light_rank.main, [*LIGHT[2:], *command(tmp_path)], variables))
         return children
 
     yield start
@@ -230,7 +222,8 @@ def inside_torchrun(tmp_path: Path, environment: Callable[..., dict[str, str]]) 
     def start(**base: Any) -> list[RunRecord]:
         write_experiment(tmp_path, base={"processes": 2, **base})
         words = ("--nproc-per-node=2", "--log-dir", os.devnull, "-m", "paceline", "run")
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *words, *command(tmp_path))
+        nursery = (sys.executable, "-m", "testbed.nursery", "start")
+        torchrun = (*nursery, "-m", "torch.distributed.run", *words, *command(tmp_path))
         done = run(*torchrun, env=environment(PACELINE_RED_REPEATS="0"))
         assert done.returncode == 0, done.stdout + done.stderr
         return records(tmp_path)

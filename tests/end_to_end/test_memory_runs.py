@@ -29,7 +29,7 @@ BASE = {
 }
 # Two layers are enough: every operator is counted on real tensors and once more on fake ones, which takes its time.
 SMALL = "small:layers=2"
-MEMORY = {"workload": "memory", "model": SMALL, "processes": 2, "sequence_length": 128, "micro_batch": 4}
+MEMORY = {"workload": "memory", "model": SMALL, "processes": 2, "sequence_length": 64, "micro_batch": 2}
 ZERO = ("zero:stage=2", "zero:stage=3") if EXHAUSTIVE else ("zero:stage=2",)
 # tests/unit/workloads/memory/test_rehearsal.py has what tp splits.
 LAYOUTS = ["tp", "pp", "cp", "cp:attention=ulysses"] if EXHAUSTIVE else ["pp"]

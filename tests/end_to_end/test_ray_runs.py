@@ -266,8 +266,8 @@ def campaign_in(
 ) -> Callable[..., list[RunRecord]]:
     """The records of a campaign of real ranks, whose report is in `tmp_path / "ray"`."""
 
-    def run(**base: Any) -> list[RunRecord]:
-        file = written(tmp_path, "ray", launcher={"name": "ray", "address": cluster.address}, **base)
+    def run(launcher: str = "ray", **base: Any) -> list[RunRecord]:
+        file = written(tmp_path, "ray", launcher={"name": launcher, "address": cluster.address}, **base)
         command = ["nsenter", f"--net={cluster.net}", sys.executable, "-m", "paceline.cli", "run", str(file)]
         command += ["--out", str(tmp_path), "--format", "json", "--format", "markdown"]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
@@ -281,7 +281,7 @@ def campaign_in(
 
 def test_real_ranks_on_two_nodes_meet_and_are_reported(campaign_in: Callable[..., Any], tmp_path: Path) -> None:
     with live_looks(tmp_path) as looks:
-        (record,) = campaign_in(workload=ONE_SUM)
+        (record,) = campaign_in("testbed.forked_ray", workload=ONE_SUM)
     assert record.status is Status.OK
     hosts = {outcome.host for outcome in record.outcomes}
     assert len(hosts) == 2, "one rank on each of two nodes"

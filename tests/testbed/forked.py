@@ -136,16 +136,19 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
 
 def run_program(module: str, arguments: list[str], link: socket.socket) -> int:
     """The exit code of `python -m MODULE ARGUMENTS`, negative for a signal. It is killed once nobody waits for it.
-    Where it is torchrun, its ranks are programs of the nursery too."""
-    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("python.sh")), "NURSERY_PYTHON": sys.executable}
+    What it starts by its own interpreter, as torchrun starts ranks, are programs of the nursery too."""
+    os.environ["NURSERY_PYTHON"] = sys.executable
+    sys.executable = str(Path(__file__).with_name("python.sh"))
     program = os.fork()
     if program == 0:
         code = 1
         try:
             link.close()
             end_with_parent(signal.SIGKILL)
+            sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, buffering=1) for n, mode in enumerate("rww"))
             sys.argv = [module, *arguments]
-            sys.modules.pop(module, None)  # it becomes __main__
+            if not hasattr(sys.modules.get(module), "__path__"):
+                sys.modules.pop(module, None)  # it becomes __main__, of a package another module does
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0
         except SystemExit as end:

@@ -264,7 +264,10 @@ def main(verb: str, *words: str) -> int:
 
 
 def start_here(words: Sequence[str]) -> int:
-    """What `python WORDS` would do, with words `-u -m MODULE ARGUMENTS`. Its end is this process's, by a signal too."""
+    """What `python WORDS` would do. With `-u -m MODULE ARGUMENTS` a program of the nursery does it, whose end is this
+    process's, by a signal too."""
+    if "-m" not in words[:2]:
+        os.execv(sys.executable, [sys.executable, *words])
     module, *arguments = words[words.index("-m") + 1 :]
     code = started(module, arguments)
     if code < 0:
