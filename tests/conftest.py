@@ -171,6 +171,14 @@ def nursery() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forking_python(nursery: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process starts by `sys.executable -m` is forked from the nursery."""
+    for name, value in clean_environment(NURSERY_PYTHON=sys.executable).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(TESTS / "testbed" / "python.sh"))
+
+
 def pytest_unconfigure() -> None:
     if os.getpid() == workers.OWNER:
         end(NURSERY)

@@ -95,7 +95,9 @@ def test_scaling_and_serving_are_answered(capsys: pytest.CaptureFixture[str]) ->
     assert "What each anchor is worth for the fastest option" in text
 
 
-def test_memory_is_rehearsed_where_the_program_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_rehearsed_where_the_program_is_ours(
+    capsys: pytest.CaptureFixture[str], forking_python: None
+) -> None:
     words = ["predict", "--model", "tiny", "--gpu", "h200", "--gpus", "2", "--seq", "32", "--global-batch", "4"]
     found = json.loads(answer(capsys, *words, "--layout", "fsdp", "--rehearse", "200", "--json"))
     assert found["memory_source"] == "rehearsal"

@@ -79,7 +79,7 @@ def test_torchtitan_gets_its_options_and_refuses_what_it_lacks() -> None:
         files_for("torchtitan", winner())
 
 
-def test_torchrun_starts_the_winning_script(tmp_path: Path) -> None:
+def test_torchrun_starts_the_winning_script(tmp_path: Path, forking_python: None) -> None:
     """The written script is really run: two ranks, each with the winning value of the config file."""
     (tmp_path / "train.py").write_text(
         "import json, os, sys; from pathlib import Path\n"
@@ -89,13 +89,16 @@ def test_torchrun_starts_the_winning_script(tmp_path: Path) -> None:
     files = files_for("torchrun", Winner(SCRIPT, "It won.", ("run-a",)))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    # torchrun comes with torch: in CI its directory is not on PATH.
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    # torchrun comes with torch: in CI its directory is not on PATH. This one is forked.
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
     subprocess.run(["sh", "run.sh"], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True, timeout=300)
     assert [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)] == [["2", 3], ["2", 3]]
 
 
-def test_accelerate_starts_the_ranks_of_its_configuration(tmp_path: Path) -> None:
+def test_accelerate_starts_the_ranks_of_its_configuration(tmp_path: Path, forking_python: None) -> None:
     """Two ranks on CPUs, as the winner had, without MPI."""
     pytest.importorskip("accelerate")
     (tmp_path / "accelerate.yaml").write_text(files_for("accelerate", winner("ddp"))["accelerate.yaml"])
