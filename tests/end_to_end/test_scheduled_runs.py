@@ -17,6 +17,8 @@ from paceline.results import store
 
 pytestmark = pytest.mark.slow
 
+# Forks from a process that has imported the command line, as the crontab that it writes does.
+PYTHON = str(Path(__file__).parents[1] / "testbed" / "python.sh")
 NAME = "nightly"
 WORKLOAD = "collectives:operations=all_reduce,dtypes=fp32,min_bytes=1KiB,max_bytes=1KiB,warmup=1,iters=6,budget_s=0.2"
 STAND_IN = """#!/bin/sh
@@ -47,11 +49,12 @@ class Scheduled:
 
 @pytest.fixture(scope="module")
 def scheduled(tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., dict[str, str]]) -> Scheduled:
-    return Scheduled(tmp_path_factory.mktemp("scheduled"), environment())
+    forked = {"NURSERY_PYTHON": sys.executable, "NURSERY_KIND": "command"}
+    return Scheduled(tmp_path_factory.mktemp("scheduled"), environment(**forked))
 
 
 def test_from_the_calendar_to_a_report_a_comparison_and_a_notice(scheduled: Scheduled) -> None:
-    paceline = [sys.executable, "-m", "paceline.cli", "schedule"]
+    paceline = [PYTHON, "-m", "paceline.cli", "schedule"]
     out = ["--out", str(scheduled.out)]
     notice = 'printf "%s\\n" "$PACELINE_OUTCOME $PACELINE_REPORT" >> notices'
     asked = ["file.yaml", "--cron", "* * * * *", "--timezone", "Asia/Seoul", "--notify-command", notice]
@@ -85,7 +88,7 @@ def test_from_the_calendar_to_a_report_a_comparison_and_a_notice(scheduled: Sche
 
 
 def test_status_tells_of_it_and_removing_keeps_the_results(scheduled: Scheduled) -> None:
-    paceline = [sys.executable, "-m", "paceline.cli"]
+    paceline = [PYTHON, "-m", "paceline.cli"]
     out = ["--out", str(scheduled.out)]
     told = scheduled.call([*paceline, "status", *out]).stdout
     assert f"schedule {NAME}: * * * * * Asia/Seoul (crontab)" in told

@@ -19,7 +19,6 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -87,15 +86,17 @@ def import_for(kind: str) -> None:
     gc.freeze()
 
 
-def run_command(request: Mapping[str, Any], _: socket.socket) -> int:
-    """`paceline ARGUMENTS`. Nodes start ranks by the runner that FORKED_RUNNER names instead of torchrun."""
+def run_command(request: Mapping[str, Any], link: socket.socket) -> int:
+    """`paceline ARGUMENTS`, or a program. Nodes start ranks by the runner FORKED_RUNNER instead of torchrun."""
     from paceline import cli
     from paceline.launchers import _job
+
+    if "module" in request:
+        return run_program(request["module"], request["arguments"], link)
 
     # One that a test no longer waits for ends with the tests.
     end_with_parent(signal.SIGTERM)
     _job.RUNNER = os.environ.get("FORKED_RUNNER")
-    time.tzset()
     sys.argv = ["paceline", *request["arguments"]]
     try:
         return cli.main()

@@ -232,6 +232,7 @@ def _live(link: socket.socket, answer: Answer) -> None:
         link = _take(link, files, request.get("files", (1, 2)))
         os.environ.clear()
         os.environ.update(request["env"])
+        time.tzset()
         os.chdir(request["cwd"])
         sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
         code = _become(*request["serves"]) if "serves" in request else answer(request, link)
