@@ -59,7 +59,8 @@ def _lay_out(figure: Figure) -> None:
     from one drawing to the next, and with them the bytes of the file. Rounded, they are the same.
     """
     figure.set_dpi(DPI)
-    figure.draw_without_rendering()
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
     figure.set_layout_engine("none")
     for axes in figure.axes:
         x, y, width, height = axes.get_position(original=True).bounds
