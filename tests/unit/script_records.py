@@ -16,16 +16,17 @@ from training_records import build_record, build_spec
 from paceline.contract import Seat
 from paceline.experiment.script import Script
 from paceline.results.records import Outcome, RunRecord, Status, StepSample
-from paceline.training import attachment
 from paceline.workloads.script.evidence import evidence_of
 from paceline.workloads.script.process import read_facts
 
 
 def observe_code(code: str, *arguments: str, folder: Path, **more: str) -> None:
-    """Run Python code with the observer, which writes into `folder`; more: variables of its environment."""
-    path = os.pathsep.join((str(Path(attachment.__file__).parent), os.environ.get("PYTHONPATH", "")))
+    """Run Python code with the observer, which writes into `folder`, forked from the nursery; more: variables of its
+    environment."""
+    path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": path, "PACELINE_OBSERVE": str(folder), "OMP_NUM_THREADS": "1", **more}
-    subprocess.run([sys.executable, "-c", code, *arguments], env=env, cwd=folder, check=True)
+    words = ["testbed.nursery", "start", "-m", "testbed.observed", code, *arguments]
+    subprocess.run([sys.executable, "-m", *words], env=env, cwd=folder, check=True)
 
 
 def record_of(folder: Path, ranks: Sequence[int], name: str, at: float) -> RunRecord:

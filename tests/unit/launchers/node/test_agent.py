@@ -21,6 +21,8 @@ from paceline.launchers.node import log_transport
 from paceline.results import store
 from paceline.results.records import Status
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., RunSpec]
 LONG = "600"
 

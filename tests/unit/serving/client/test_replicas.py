@@ -15,6 +15,8 @@ from paceline.serving.client.schedule import Assignment, Limits, ShardResult, Ta
 from paceline.serving.client.shard import Progress
 from paceline.serving.mock import MockReplica
 
+pytestmark = pytest.mark.slow
+
 Send = Callable[..., ShardResult]
 Make = Callable[..., MockReplica]
 Serve = Callable[..., int]

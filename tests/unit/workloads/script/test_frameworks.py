@@ -31,7 +31,7 @@ for rank, name in enumerate(sys.argv[2:]):
 
 
 @pytest.mark.exhaustive
-def test_frameworks_that_do_the_same_work_are_certified(tmp_path: Path) -> None:
+def test_frameworks_that_do_the_same_work_are_certified(tmp_path: Path, nursery: None) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     benchmarks = Path(__file__).parents[4] / "benchmarks"

@@ -78,7 +78,7 @@ os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Certificate]:
+def certificates(tmp_path_factory: pytest.TempPathFactory, nursery: None) -> Mapping[str, Certificate]:
     """By mistake, the certificate beside the run without one."""
     folder = tmp_path_factory.mktemp("observed")
     observe_code(TRAIN, ",".join(MISTAKES), folder=folder)

@@ -57,7 +57,7 @@ if rank == 0:
 """
 
 
-def test_autocast_inside_the_model_and_unreadable_switches_are_noted(tmp_path: Path) -> None:
+def test_autocast_inside_the_model_and_unreadable_switches_are_noted(tmp_path: Path, nursery: None) -> None:
     observe_code(TRAIN, folder=tmp_path)
     for rank in range(2):
         facts = read_facts(tmp_path, rank)

@@ -59,7 +59,7 @@ if rank == 0:
 """
 
 
-def test_steps_are_seen_by_their_backward_passes(tmp_path: Path) -> None:
+def test_steps_are_seen_by_their_backward_passes(tmp_path: Path, nursery: None) -> None:
     observe_code(TRAIN, folder=tmp_path)
     steps, facts = [], []
     for rank in range(3):
