@@ -102,10 +102,26 @@ def _float8_layer() -> Any:
 
         def forward(self, x: Tensor) -> Tensor:
             product = layers.matmul_with_hp_or_float8_args.apply
-            output: Tensor = product(x, self.weight.to(x.dtype).t(), self.linear_mm_config, self.config)
+            output: Tensor = product(x, rounded_weight(self.weight, x.dtype).t(), self.linear_mm_config, self.config)
             return output if self.bias is None else output + self.bias.to(output.dtype)
 
     return Float8Layer
+
+
+def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, also in compiled code.
+
+    A compiler that fuses two casts leaves out the first: fp32 would become 8 bit without being rounded to bf16 in
+    between, which is other arithmetic than that of every strategy which keeps or gathers weights in bf16. The initial
+    weights are bf16 numbers, and a first update is less than half of their spacing. Rounded to bf16 it has no effect
+    on most of them; without, llama-1b's second loss was 11 % lower. Arithmetic on the bits is not left out.
+    """
+    if torch.compiler.is_compiling() and weight.dtype == torch.float32 and dtype == torch.bfloat16:
+        bits = weight.detach().view(torch.int32)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+        # The value is that of the bits, exactly; the gradient is that of the weight.
+        weight = weight + (bits.view(torch.float32) - weight).detach()
+    return weight.to(dtype)
 
 
 class MXLinear(Linear):
@@ -118,7 +134,10 @@ class MXLinear(Linear):
         products = torchao("torchao.prototype.moe_training.mxfp8_linear", "mxfp8")
         rows = x.reshape(-1, x.shape[-1])
         output: Tensor = products._to_mxfp8_then_scaled_mm(
-            rows, self.weight.to(x.dtype), products.KernelPreference[self.kernels], products.ScaleCalculationMode.RCEIL
+            rows,
+            rounded_weight(self.weight, x.dtype),
+            products.KernelPreference[self.kernels],
+            products.ScaleCalculationMode.RCEIL,
         )
         output = output.view(*x.shape[:-1], output.shape[-1])
         return output if self.bias is None else output + self.bias.to(output.dtype)

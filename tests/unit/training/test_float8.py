@@ -122,3 +122,19 @@ def test_gradients_of_8_bit_layers_are_reduced_in_16_or_32_bit() -> None:
     assert Precision(compute="float8", reduce="bf16").base == "bf16"
     with pytest.raises(RequestError, match="expected bf16 or fp32 with precision float8"):
         Precision(compute="float8", reduce="float8")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_compiled_code_rounds_weights_to_bf16_before_8_bit(backend: str) -> None:
+    """torch's compiler drops the first of two casts. 3,777.7 is a scale that is no power of two, as those in use."""
+    torch.manual_seed(0)
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0])
+    weight = torch.cat([torch.randn(4096) * 0.02, ties]).requires_grad_()
+
+    def cast(w: Any) -> Any:
+        return (precision.rounded_weight(w, torch.bfloat16).float() * 3777.7).to(torch.float8_e4m3fn).float()
+
+    compiled = torch.compile(cast, backend=backend)
+    assert torch.equal(compiled(weight), (weight.to(torch.bfloat16).float() * 3777.7).to(torch.float8_e4m3fn).float())
+    torch.compile(precision.rounded_weight, backend=backend)(weight, torch.bfloat16).sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
