@@ -513,6 +513,27 @@ class TestAuditedSteps:
         sixteen = make_record(make_spec(precision="bf16"))
         assert judged(sixteen, mixed, {"product": ("bf16", 12, 8e9)}) == ["matrix products"], "declares bf16"
 
+    @pytest.mark.parametrize(
+        ("strategy", "of_model", "refused"),
+        [("compressed:method=powersgd", 4e9, False), ("compressed:method=powersgd", 3.9e9, True), ("ddp", 4e9, True)],
+    )
+    def test_products_of_compression_are_not_the_models(
+        self,
+        make_spec: Builder,
+        make_record: Builder,
+        make_reference: Builder,
+        strategy: str,
+        of_model: float,
+        refused: bool,
+    ) -> None:
+        """Those of PowerSGD are in fp32, the dtype of its gradients; they replace none of the model's in bf16."""
+        record = make_record(make_spec(strategy, precision="bf16"))
+        run = self.audited(record, product=("bf16", 9, of_model))
+        own = [dataclasses.replace(o, dtype="fp32", work=int(1e9)) for o in run.operations if o.operation == "product"]
+        known = self.audited(make_reference(record.spec), product=("bf16", 9, 8e9))
+        found = certify(dataclasses.replace(run, operations=(*run.operations, *own)), known, [])
+        assert ("matrix products" in failed(found)) == refused
+
     def test_merged_micro_batches(self, good: RunRecord, reference: RunRecord) -> None:
         assert self.refused(good, reference, embedding=("fp32", 1, 256)) == ["micro batches per step"]
 
