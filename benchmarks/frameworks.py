@@ -226,6 +226,12 @@ def lightning(work: Work) -> None:
             return build_optimizer(work, self.model, may_fuse=False)
 
     module = Module().train()
+    # Lightning compiles the training step, inside of which no forward pass can be seen.
+    callbacks = []
+    if work.best:
+        from paceline.integrations.lightning import Callback
+
+        callbacks.append(Callback())
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(
         accelerator="gpu" if work.device == "cuda" else "cpu",
@@ -235,6 +241,7 @@ def lightning(work: Work) -> None:
         accumulate_grad_batches=work.accumulation,
         gradient_clip_val=CLIP_NORM,
         enable_model_summary=False,
+        callbacks=callbacks,
         **quiet,
     ).fit(torch.compile(module) if work.best else module, loader(work))
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["begin_pause", "begin_step", "end_pause", "end_step", "is_measured", "loss", "pause", "step"]
+__all__ = ["batch", "begin_pause", "begin_step", "end_pause", "end_step", "is_measured", "loss", "pause", "step"]
 
 
 def _observer() -> Any:
@@ -70,6 +70,13 @@ def end_pause() -> None:
     """As leaving `pause`."""
     if (observer := _observer()) is not None:
         observer.end_pause()
+
+
+def batch(data: Any) -> None:
+    """The micro batch that comes next, as the model gets it: for forward passes inside compiled code, which Paceline
+    cannot see. A dictionary, or tensors in any nesting. Ignored where it sees the forward pass itself."""
+    if (observer := _observer()) is not None:
+        observer.note_batch(data)
 
 
 def loss(value: Any) -> None:

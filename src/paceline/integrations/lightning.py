@@ -13,7 +13,10 @@ def _callback_class() -> type:
     from lightning.pytorch import Callback as Base
 
     class Callback(Base):  # type: ignore[misc]
-        """Leaves validation out of the time of steps."""
+        """Shows the data of a compiled training step, and leaves validation out of the time of steps."""
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            track.batch(batch)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
             track.begin_pause()

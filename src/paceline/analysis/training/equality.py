@@ -340,6 +340,13 @@ def _unequal(value: Callable[[Observed], Any], words: Callable[[Any], str] = str
     return differs
 
 
+def _tokens_differ(run: Observed, baseline: Observed) -> str | None:
+    sees = [e.settings.get("data") != "unseen" for e in (run.evidence.get(0), baseline.evidence.get(0)) if e]
+    if len(set(sees)) > 1:
+        return "seen in one of them only; `paceline.track.batch` shows those of compiled code"
+    return _by_step("tokens", lambda own, known: f"{own:,} instead of {known:,}")(run, baseline)
+
+
 def _updates(run: Observed) -> int:
     return len(run.steps)
 
@@ -348,7 +355,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("parameters", _parameters, _unequal(_parameters, lambda n: f"{n[0]:,}"), needed=False),
     Quantity("initial weights", _weights, _weights_differ, seeded=True),
     Quantity("data", _data, _by_step("digests", lambda own, known: "other samples"), seeded=True),
-    Quantity("tokens per step", lambda run: run.tokens, _by_step("tokens", lambda a, b: f"{a:,} instead of {b:,}")),
+    Quantity("tokens per step", lambda run: run.tokens, _tokens_differ),
     Quantity("updates", _updates, _unequal(_updates)),
     Quantity("optimizer", _optimizer, _optimizer_differs),
     Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),

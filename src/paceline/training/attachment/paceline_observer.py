@@ -75,6 +75,7 @@ class Observer:
         self.rank = 0
         self.root: Any = None
         self.is_blind = False
+        self.announced: tuple[Any, Any] | None = None
         self.depth = 0
         self.handles: list[Any] = []
         self.step: Step | None = None
@@ -221,6 +222,7 @@ class Observer:
             self.paused_at = None
         if not step.batches and (self.last_end is not None or self.is_tracked):
             step.spans.append(("data_wait", step.begin, now))
+        self.announced = None
         if not is_first:
             step.batches.append(self.batch_of(args, kwargs))
         if "autocast" not in self.facts:
@@ -291,8 +293,13 @@ class Observer:
             self.close_step()
         if self.step is None:
             self.open_step(self.clock.mark())
-        self.sources["unseen"] += 1
-        cast(Step, self.step).batches.append(Batch(1, 1, 1))
+        batches = cast(Step, self.step).batches
+        if self.announced is None:
+            self.sources["unseen"] += 1
+            batches.append(Batch(1, 1, 1))
+        else:
+            batches.append(self.batch_of(*self.announced))
+            self.announced = None
 
     def after_backward(self, begin: Any, tensors: Any) -> None:
         self.backward_depth -= 1
@@ -335,7 +342,9 @@ class Observer:
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
-        self.facts |= facts.about(self.root, optimizer) | ({"compiled": True} if self.is_blind else {})
+        self.facts |= facts.about(self.root, optimizer) | (
+            {"compiled": True, "is_blind": True} if self.is_blind else {}
+        )
         self.facts["autocast"] = self.facts.get("autocast") or facts.hidden_autocast(self.root)
         self.facts["weights"] = digests.weights_of(self.root.named_parameters())
         self.facts["flags"] = facts.precision_flags()
@@ -363,6 +372,7 @@ class Observer:
         self.open_step(self.clock.mark())
         if tokens is not None:
             self.tracked["tokens"] = int(tokens)
+            self.sources["given"] += 1
 
     @guarded
     def end_tracked(self) -> None:
@@ -386,6 +396,10 @@ class Observer:
         pause = ("pause", self.pause_began, self.clock.mark())
         (self.pauses if self.step is None or self.step.end is not None else self.step.spans).append(pause)
         self.pause_began = None
+
+    @guarded
+    def note_batch(self, data: Any) -> None:
+        self.announced = ((), data) if isinstance(data, Mapping) else ((data,), {})
 
     @guarded
     def note_loss(self, value: Any) -> None:
@@ -422,7 +436,8 @@ class Observer:
         """Say which numbers of a step its line consists of; they stay where they are."""
         tracked = self.tracked.get("losses")
         source = "track" if tracked else "output" if step.losses else "backward"
-        step.adds_losses = source == "output" and self.adds_losses
+        # The sum of what was differentiated: scripts divide by the number of micro batches before they do that.
+        step.adds_losses = source == "backward" or (source == "output" and self.adds_losses)
         step.losses = tracked or step.losses or step.backward_losses
         self.sources[f"loss:{source if step.losses else 'none'}"] += 1
         step.tokens = [self.tracked["tokens"]] if "tokens" in self.tracked else [b.tokens for b in step.batches]

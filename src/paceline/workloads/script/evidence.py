@@ -21,14 +21,14 @@ def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat, trace: str 
     dtypes = dict(facts.get("dtypes") or {})
     sources = facts.get("sources") or {}
     # Autocast around a forward pass that could not be seen could not be seen either.
-    plain = "unknown" if sources.get("unseen") else dtypes.get("parameters", "unknown")
+    plain = "unknown" if facts.get("is_blind") else dtypes.get("parameters", "unknown")
     dtypes["compute"] = facts.get("autocast") or plain
     losses = [name.partition(":")[2] for name in sources if name.startswith("loss:")]
     settings = {
         "wrapper": facts.get("wrapper", "none"),
         "compile": bool(facts.get("compiled")),
         "loss": losses[0] if len(losses) == 1 else "several" if losses else "none",
-        "data": "unseen" if sources.get("unseen") else "tokens" if sources.get("tokens") else "samples",
+        "data": next((source for source in ("given", "unseen", "tokens") if sources.get(source)), "samples"),
         "frozen_parameters": facts.get("frozen_parameters", 0),
         "rates": facts.get("rates"),
         **({"observer": facts["broken"]} if facts.get("broken") else {}),

@@ -91,6 +91,10 @@ def test_what_cannot_be_observed_is_named() -> None:
             "tokens per step: 256 instead of 512 at step 0",
         ),
         (
+            {"settings": {**EVIDENCE["settings"], "data": "unseen"}},
+            "tokens per step: seen in one of them only; `paceline.track.batch` shows those of compiled code",
+        ),
+        (
             {"steps": lambda samples: tuple(replace(s, data_digest=7) for s in samples)},
             "data: other samples at step 0",
         ),

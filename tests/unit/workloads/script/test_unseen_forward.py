@@ -1,4 +1,4 @@
-"""Forward passes inside compiled code: steps, losses and weights are observed, the data are not."""
+"""Forward passes inside compiled code: steps, losses and weights are observed, the data only where they are shown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from paceline.workloads.script.process import read_facts
 pytestmark = pytest.mark.slow
 
 # Rank 0 compiles nothing, but begins with a backward pass that is no training; rank 1 compiles a function that calls
-# the model, rank 2 the model in place, and gives the optimizer a closure.
+# the model, rank 2 the model in place, and gives the optimizer a closure. Rank 2 shows its data, and so does rank 0,
+# where they are seen anyway.
 TRAIN = """
 import os, sys
 import torch, torch._dynamo
+from paceline import track
 
 children = [child := os.fork()]
 children += [child := os.fork()] if child else []
@@ -44,7 +46,10 @@ if rank == 2:
 
 def compute():
     for micro in range(2):
-        loss_of(torch.randint(0, 40, (3, 6), generator=batches)).backward()
+        ids = torch.randint(0, 40, (3, 6), generator=batches)
+        if rank != 1:
+            track.batch({"input_ids": ids} if rank else [ids])
+        (loss_of(ids) / 2).backward()
 
 
 for step in range(5):
@@ -68,15 +73,17 @@ def test_steps_are_seen_by_their_backward_passes(tmp_path: Path, nursery: None) 
         facts.append(read_facts(tmp_path, rank))
     losses = [[line["loss"] for line in lines] for lines in steps]
     assert len(losses[0]) == 5
+    assert losses[0][0] == pytest.approx(3.9, abs=0.3), "of a micro batch, not half of it"
     assert losses[0] == pytest.approx(losses[1])
     assert losses[0] == pytest.approx(losses[2])
     assert [each["broken"] for each in facts] == [None] * 3
     for rank, (lines, own) in enumerate(zip(steps, facts, strict=True)):
         assert {line["micro_batches"] for line in lines} == {2}
-        assert {line["tokens"] for line in lines} == {36 if rank == 0 else 2}
-        assert all(bool(line["data_digest"]) == (rank == 0) for line in lines)
+        assert {line["tokens"] for line in lines} == {2 if rank == 1 else 36}
+        digests = [0] * 5 if rank == 1 else [line["data_digest"] for line in steps[0]]
+        assert [line["data_digest"] for line in lines] == digests
         assert own["weights"] == facts[0]["weights"]
         assert own["final_weights"] == facts[0]["final_weights"] != own["weights"]
         found = evidence_of(own, 1.0, Seat(rank=rank, local_rank=rank, world_size=3, device="cpu"))
-        assert found.settings["data"] == ("tokens" if rank == 0 else "unseen")
+        assert found.settings["data"] == ("unseen" if rank == 1 else "tokens")
         assert found.dtypes["compute"] == ("fp32" if rank == 0 else "unknown")
