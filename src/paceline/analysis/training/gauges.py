@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_not
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -129,11 +130,24 @@ def timeline(record: RunRecord, rank: int) -> Timeline | None:
 
 
 def stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tuple[float, float]] | None:
-    """Start and end of the measured steps by the rank's clock, one pair per uninterrupted interval."""
+    """Start and end of the measured steps by the rank's clock, one pair per uninterrupted interval.
+
+    Kept with the series of the run: energy, gauges and trust ask for it, each for every rank.
+    """
+    derived, key = StepSeries.of(record.steps).derived, ("stretches", rank)
+    source = record.outcomes, record.starts, record.checkpoints, measured
+    if key not in derived or any(map(is_not, derived[key][0], source)):
+        derived[key] = source, _stretches(record, rank, measured)
+    found: list[tuple[float, float]] | None = derived[key][1]
+    return found
+
+
+def _stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tuple[float, float]] | None:
     line = timeline(record, rank)
-    if line is None or not measured or not {measured[0], measured[-1]} <= set(line.steps):
+    if line is None or not measured or measured[0] not in line.steps or measured[-1] not in line.steps:
         return None
-    inside = np.flatnonzero(np.isin(line.steps, measured))
+    wanted = set(measured)
+    inside = np.array([row for row, step in enumerate(line.steps) if step in wanted])
     begins, ends = line.begins[inside], line.ends[inside]
     # Consecutive steps touch, up to rounding of large timestamps.
     breaks = np.flatnonzero(begins[1:] - ends[:-1] > 1e-5)

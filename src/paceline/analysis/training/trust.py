@@ -126,9 +126,11 @@ def _gpu_checks(record: RunRecord, window: Window | None) -> Iterator[Check]:
         # The first reading is made before the ranks use their GPUs.
         busy = gauges.known(samples[0].utilisation_ratio for samples in known.values())
         yield trust.gpu_neighbours_check("a GPU", max(counts, default=None), max(busy, default=None))
+    by_host = grouped(record.machines, lambda machine: machine.get("host"))
+    has_others = len(gauges.hosts(record)) > 1
     for source, samples in known.items():
-        gpus = [gpu for m in record.machines if m.get("host") == source.host for gpu in m.get("gpus") or ()]
+        gpus = [gpu for m in by_host.get(source.host, ()) for gpu in m.get("gpus") or ()]
         clock_max_hz = next((gpu.get("sm_clock_max_hz") for gpu in gpus if gpu.get("index") == source.device), None)
         measured = gauges.within(samples, _span(record, source.rank, window))
-        where = f" on {source.host}" if len(gauges.hosts(record)) > 1 else ""
+        where = f" on {source.host}" if has_others else ""
         yield from trust.clock_checks(f"GPU {source.device}{where}", measured, clock_max_hz)
