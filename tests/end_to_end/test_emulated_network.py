@@ -155,7 +155,7 @@ def test_the_slow_node_is_the_only_suspect(tournament: Repeatable) -> None:
 # --- links of known rate -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[100, 300])
+@pytest.fixture(scope="module", params=[100, pytest.param(300, marks=pytest.mark.exhaustive)])
 def sweep(
     request: pytest.FixtureRequest, network: Network, measured: Callable[..., RunRecord]
 ) -> tuple[int, Repeatable]:
