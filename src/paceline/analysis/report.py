@@ -207,8 +207,25 @@ def _rank_steps(record: RunRecord) -> tuple[RankStep, ...]:
         )
         idle = max(wall - compute - exposed, 0.0)
         hidden = max(sent - exposed, 0.0)
-        found.append(RankStep(rank=rank, compute_s=compute, exposed_s=exposed, hidden_s=hidden, idle_s=idle))
+        found.append(
+            RankStep(
+                rank=rank,
+                compute_s=compute,
+                exposed_s=exposed,
+                hidden_s=hidden,
+                idle_s=idle,
+                by_dimension=_by_dimension(record, rank, exposed),
+            )
+        )
     return tuple(found)
+
+
+def _by_dimension(record: RunRecord, rank: int, exposed_s: float) -> tuple[tuple[str, float], ...]:
+    """Exposed time by mesh dimension, in the shares of the steps that observe every operator, which are slower."""
+    ours = grouped((s for s in record.exposures if s.rank == rank), lambda sample: sample.dimension)
+    times = {name: sum(sample.exposed_s for sample in samples) for name, samples in ours.items()}
+    whole = sum(times.values())
+    return tuple((name, exposed_s * value / whole) for name, value in times.items() if value > 0)
 
 
 def _health(record: RunRecord, window: Window | None, certificate: Certificate | None) -> tuple[str, ...]:

@@ -366,13 +366,15 @@ class LaunchTrust:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """One optimizer step of one rank by its profile, in seconds: compute, communication that nothing hides, and idle
-    time. hidden_s is communication while something computes, and part of compute_s."""
+    time. hidden_s is communication while something computes, and part of compute_s. by_dimension divides exposed_s
+    among the dimensions of a layout, if these were profiled."""
 
     rank: int
     compute_s: float
     exposed_s: float
     hidden_s: float
     idle_s: float
+    by_dimension: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

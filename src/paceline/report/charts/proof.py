@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from paceline.analysis.findings import Report, RunFinding
 from paceline.analysis.findings.cell_axes import describe
+from paceline.experiment.layout import DIMENSIONS
 from paceline.report.charts.chart import (
     AREA,
     GREY,
@@ -102,7 +103,8 @@ def ranks(report: Report) -> Iterator[Chart]:
     lanes = lanes[:MOST_RANKS]
     points = []
     for name, step, run in lanes:
-        sizes = {COMPUTE: step.compute_s, EXPOSED: step.exposed_s, IDLE: step.idle_s}
+        sent = {_over(dimension): s for dimension, s in step.by_dimension} or {EXPOSED: step.exposed_s}
+        sizes = {COMPUTE: step.compute_s, **sent, IDLE: step.idle_s}
         drawn = [(word, 1e3 * s) for word, s in sizes.items() if s > 0]
         whole = sum(size for _, size in drawn)
         for i, (word, size) in enumerate(drawn):
@@ -120,12 +122,18 @@ def ranks(report: Report) -> Iterator[Chart]:
                     runs=(run.run,),
                 )
             )
+    dimensions = dict.fromkeys(_over(name) for _, step, _ in lanes for name, _ in step.by_dimension)
     yield Chart(
         name="ranks",
         title="One step, rank by rank",
-        subtitle="From the profile of a few steps after the measured window; the profiler itself adds some idle time.",
+        subtitle="From the profile of a few steps after the measured window; the profiler itself adds some idle time."
+        + (" Communication that nothing hides, by dimension of the layout." if dimensions else ""),
         kind=STACK,
         y=Axis(label="ms per optimizer step", unit="ms"),
         points=tuple(points),
-        series=used(parts((COMPUTE, EXPOSED, IDLE)), points),
+        series=used(parts((COMPUTE, EXPOSED, IDLE, *dimensions)), points),
     )
+
+
+def _over(dimension: str) -> str:
+    return f"communication, {DIMENSIONS.get(dimension, dimension)}"

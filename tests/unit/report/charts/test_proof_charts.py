@@ -14,6 +14,7 @@ from paceline.analysis.report import build
 from paceline.report.charts import charts
 from paceline.report.charts.chart import AREA, COLOURS
 from paceline.report.charts.proof import BAND, COMPUTE, EXPOSED, IDLE
+from paceline.results.records import ExposureSample, TraceSample
 
 Builder = Callable[..., Any]
 
@@ -57,3 +58,27 @@ def test_a_step_is_drawn_rank_by_rank_if_there_are_several(report: Report) -> No
         ("rank 1", EXPOSED, 50),
         ("rank 1", IDLE, 50),
     ]
+
+
+def test_communication_of_a_layout_is_divided_by_dimension(make_cell: Builder, make_reference: Builder) -> None:
+    """In the shares of the observed steps, which take longer: 30 and 10 ms of exposed time divide 20 ms by 3 to 1."""
+    trace: dict[str, Any] = {"steps": 1, "wall_s": 0.1, "compute_s": 0.07, "communication_s": 0.03, "exposed_s": 0.02}
+    observed: dict[str, Any] = {"steps": 1, "wall_s": 0.2, "communication_s": 0.05}
+    (run,) = make_cell(1.0, strategy="ddp", repeats=1)
+    record = dataclasses.replace(
+        run,
+        traces=tuple(TraceSample(rank=rank, **trace) for rank in range(2)),
+        exposures=tuple(
+            ExposureSample(rank=rank, dimension=name, exposed_s=exposed_s, **observed)
+            for rank in range(2)
+            for name, exposed_s in (("tp", 0.03), ("replicate", 0.01), ("pp", 0.0))
+        ),
+    )
+    chart = named(build([make_reference(run.spec), record], "t"), "ranks")
+    assert [(p.series, round(p.y, 6)) for p in chart.points if p.label == "rank 1"] == [
+        (COMPUTE, 70),
+        ("communication, tensor parallel", 15),
+        ("communication, replicas", 5),
+        (IDLE, 10),
+    ]
+    assert "by dimension" in chart.subtitle
