@@ -64,7 +64,7 @@ def provenance(table: Path, rows: Sequence[Row]) -> dict[str, object]:
     counts = collections.Counter(one.source for one in rows)
     return {
         "script": "benchmarks/fit_prediction.py",
-        "version": "2",
+        "version": "3",
         "table": table.name,
         "table_sha256": hashlib.sha256(table.read_bytes()).hexdigest(),
         "rows": len(rows),
@@ -256,7 +256,7 @@ def target_table(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
             [
                 f"coverage and half-width with {count} anchors",
                 f"85 to 95; {limit}",
-                f"{coverage:.0f}; {half:.0f}",
+                f"{coverage:.0f}; {half:.1f}",
                 answer,
             ]
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from paceline.prediction import parameters
-from paceline.prediction.offsets import Anchor, Observation
+from paceline.prediction.offsets import Anchor, Observation, anchor_columns, surprise
 from paceline.prediction.predict import next_measurement, predict, setup_of, worth
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import columns, step_time
@@ -42,6 +43,16 @@ def test_an_anchor_of_a_slow_cluster_moves_larger_scales(small: Setup, large: Se
     truth = true_time(large, level=slow)
     assert abs(math.log(after.step_s / truth)) < 0.5 * abs(math.log(before.step_s / truth))
     assert after.half_width < before.half_width
+
+
+def test_anchors_where_they_are_expected_narrow_the_interval(small: Setup, large: Setup) -> None:
+    """The prior weighs as much as eight anchors, so four exact ones leave the root of 8 / 12."""
+    four = [replace(small, gpus=gpus) for gpus in (8, 16, 32, 64)]
+    exact, other = ([Anchor(one, f * true_time(one), f"{one.gpus}") for one in four] for f in (1.0, 1.6))
+    fitted, (c, log_step, sd) = parameters.load(), anchor_columns(exact)
+    assert c is not None
+    assert surprise(fitted, c, log_step, sd, ()) == pytest.approx(math.sqrt(8 / 12))
+    assert predict([large], exact)[0].half_width < 0.8 * predict([large], other)[0].half_width
 
 
 def test_an_anchor_of_the_same_setup_is_believed(small: Setup) -> None:
