@@ -134,6 +134,8 @@ class Profile:
         )
 
 
+# The least share of the communication whose dimension must be known; norms and losses belong to none.
+LEAST_KNOWN = 0.9
 # Prefix of the profiler's ranges around what is sent over a mesh dimension.
 _RANGE = "paceline:"
 
@@ -141,14 +143,17 @@ _RANGE = "paceline:"
 class DimensionProfile(Profile):
     """Also splits communication by mesh dimension, with a range around every collective when it is started.
 
-    On CUDA the profiler shows such a range on the device, around the kernels that were launched in it. On a CPU a
-    collective of gloo belongs to the range in which it starts. Point-to-point messages of gloo have no event that lasts
-    until they arrive: waiting for them counts.
+    On CUDA a kernel of NCCL belongs to the range in which the call was made that launched it; messages of a pipeline
+    are launched together, after their ranges. On a CPU a collective of gloo belongs to the range in which it starts.
+    Point-to-point messages of gloo have no event that lasts until they arrive: waiting for them counts.
     """
 
     def __init__(self, device: str, clock: Clock) -> None:
         super().__init__(device, clock)
         self.ranges: list[tuple[Span, str]] = []
+        # On CUDA: kernels with the number of the call on the host that launched them, and when calls were made.
+        self.launched: list[tuple[Span, str, int]] = []
+        self.calls: dict[int, float] = {}
 
     def activities(self) -> list[Any]:
         from torch.profiler import ProfilerActivity
@@ -161,34 +166,43 @@ class DimensionProfile(Profile):
             yield
 
     def add(self, event: Any, origin_ns: int = 0) -> None:
+        begin_s, on_device = (event.start_ns() - origin_ns) / 1e9, "CUDA" in str(event.device_type())
+        span = begin_s, begin_s + event.duration_ns() / 1e9
+        if self.device == "cuda" and not on_device:
+            self.calls[event.correlation_id()] = begin_s
         if event.name().startswith(_RANGE):
-            if self.device == "cpu" or "CUDA" in str(event.device_type()):
-                begin_s = (event.start_ns() - origin_ns) / 1e9
-                span = begin_s, begin_s + event.duration_ns() / 1e9
+            if not on_device:
                 self.ranges.append((span, event.name().removeprefix(_RANGE)))
         elif self.device == "cpu" or not getattr(event, "is_user_annotation", lambda: False)():
+            if on_device and event.name().startswith("nccl"):
+                self.launched.append((span, event.name(), event.linked_correlation_id()))
             super().add(event, origin_ns)
 
     def spans(self) -> dict[str, list[Span]]:
         """When something was sent, by dimension."""
         found: defaultdict[str, list[Span]] = defaultdict(list)
-        if self.device == "cuda":
-            for span, name in self.ranges:
-                found[name].append(span)
-            return found
         starts = sorted(self.ranges)
-        for begin, end in self.communication:
+        if self.device == "cuda":
+            known = ((span, name, self.calls[call]) for span, name, call in self.launched if call in self.calls)
+            began = [(span, at, "SendRecv" in name) for span, name, at in known]
+        else:
+            began = [(span, span[0], False) for span in self.communication]
+        for span, at, is_message in began:
             # Ranges are short and not nested: the last one that began before is the only candidate.
-            position = bisect_right(starts, begin, key=lambda known: known[0][0]) - 1
-            if position >= 0 and begin <= starts[position][0][1]:
-                found[starts[position][1]].append((begin, end))
+            position = bisect_right(starts, at, key=lambda one: one[0][0]) - 1
+            if position >= 0 and (is_message or at <= starts[position][0][1]):
+                found[starts[position][1]].append(span)
         for span, name in self.ranges:
             if name.startswith(_WAIT):
                 found[name.removeprefix(_WAIT)].append(span)
         return found
 
     def samples(self, rank: int, steps: int, dimensions: Iterable[str]) -> list[ExposureSample]:
-        """One sample per dimension; each moment counts for the first dimension that is exposed then."""
+        """One sample per dimension; each moment counts for the first dimension that is exposed then. None at all if the
+        dimension of some communication is not known: 0 s would be wrong."""
+        sent = covered_s(span for spans in self.spans().values() for span in spans)
+        if self.device == "cuda" and sent < LEAST_KNOWN * covered_s(self.communication):
+            return []
         before = [span for spans in self.computing.values() for span in spans]
         reached, spans, samples = covered_s(before), self.spans(), []
         for name in dimensions:

@@ -75,7 +75,8 @@ def test_a_real_profile_sees_compute() -> None:
 class Event:
     """What torch's profiler hands over."""
 
-    def __init__(self, name: str, device: str, begin: float, end: float) -> None:
+    def __init__(self, name: str, device: str, begin: float, end: float, call: int = 0) -> None:
+        self.correlation_id = self.linked_correlation_id = lambda: call
         self.name, self.device_type = lambda: name, lambda: f"DeviceType.{device}"
         self.start_ns, self.duration_ns = lambda: round(begin * 1e9), lambda: round((end - begin) * 1e9)
 
@@ -94,6 +95,27 @@ def test_waiting_on_the_host_is_not_compute_on_the_device() -> None:
     assert sample.exposed_s == pytest.approx(2.0)
     assert (sample.h2d_s, sample.h2d_bytes) == (pytest.approx(0.25), 100)
     assert profile.sample(0, 1, batches=3, batch_bytes=100).h2d_s is None
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_kernels_belong_to_the_dimension_of_the_call_that_launched_them(is_known: bool) -> None:
+    """Kernels run later than their calls, on other streams and in another order."""
+    profile = DimensionProfile("cuda", HostClock())
+    for event in (
+        Event("paceline:tp", "CPU", 0.0, 0.1, 1),
+        Event("record_param_comms", "CPU", 0.05, 0.06, 2),
+        Event("paceline:shard", "CPU", 0.2, 0.3, 3),
+        Event("record_param_comms", "CPU", 0.25, 0.26, 4),
+        Event("paceline:pp", "CPU", 0.4, 0.5, 5),
+        Event("nccl:coalesced", "CPU", 0.6, 0.7, 6),
+        Event("ncclDevKernel_AllGather", "CUDA", 1.0, 3.0, 4 if is_known else 99),
+        Event("ncclDevKernel_AllReduce", "CUDA", 4.0, 5.0, 2),
+        Event("ncclDevKernel_SendRecv", "CUDA", 6.0, 6.5, 6),
+        Event("gemm", "CUDA", 2.0, 4.0, 7),
+    ):
+        profile.add(event)
+    exposed = {s.dimension: s.exposed_s for s in profile.samples(0, 1, ("tp", "pp", "shard"))}
+    assert exposed == (pytest.approx({"tp": 1.0, "pp": 0.5, "shard": 1.0}) if is_known else {})
 
 
 # --- classes of kernels ---
