@@ -76,9 +76,9 @@ def document_of(path: Path) -> bytes:
     # Not a file object: a report reads thousands of small files, and making one takes longer than reading.
     descriptor = _open_regular(path)
     try:
-        content = os.read(descriptor, 1 << 16)
-        # A short read is the end of a regular file.
-        while len(content) % (1 << 16) == 0 and (more := os.read(descriptor, 1 << 16)):
+        content = b""
+        # Until nothing is left: on network file systems a read may be short before the end.
+        while more := os.read(descriptor, 1 << 16):
             content += more
             if len(content) > LARGEST_DOCUMENT_BYTES:
                 raise OSError(errno.EFBIG, f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB", str(path))

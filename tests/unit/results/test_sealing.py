@@ -108,6 +108,23 @@ def test_any_flipped_bit_of_any_file_is_seen(run_dir: Path) -> None:
     assert store.read_run(run_dir).status is Status.OK
 
 
+def test_a_file_that_grows_while_it_is_checked_is_damaged(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size was still right when it was looked at, and its content becomes part of the record."""
+    entry = json.loads((run_dir / "status.json").read_text())["files"]["samples-0.jsonl"]
+    with (run_dir / "samples-0.jsonl").open("ab") as file:
+        file.write(b"{}\n")
+    kept: list[bytes] = []
+    real = os.stat
+
+    def before(path: Any, **more: Any) -> os.stat_result:
+        return os.stat_result((*real(path, **more)[:6], entry["bytes"], *real(path, **more)[7:]))
+
+    monkeypatch.setattr(sealing.os, "stat", before)
+    with pytest.raises(DamagedRunError, match="was changed"):
+        sealing._check_file(run_dir, "samples-0.jsonl", entry, lambda name, content: kept.append(content))
+    assert not kept
+
+
 def test_a_copy_under_another_name_is_no_second_run(run_dir: Path) -> None:
     shutil.copytree(run_dir, run_dir.with_name("other"))
     records, skipped = store.read_runs(run_dir.parent)
