@@ -24,9 +24,9 @@ from testbed.nursery import begin, command, end
 from paceline import __version__
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
+from paceline.host.processes import collection_paused
 from paceline.results import sealing, store
 from paceline.results.records import Evidence, Outcome, Sample, Status, StepSample
-from paceline.training.instruments import collection_paused
 
 # A shell starts what it runs in the background deaf to Ctrl-C, which children inherit; those of tests are sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

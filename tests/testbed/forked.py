@@ -28,11 +28,10 @@ from typing import Any, NoReturn
 from paceline.contract import Job
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import collection_paused, end_with_parent
 from paceline.launchers import _warm, local
 from paceline.launchers.local import cancel, check, close, poll, submit
 from paceline.results import store
-from paceline.training.instruments import collection_paused
 from paceline.training.strategies import zero
 from testbed import mortal, networks, nursery
 

@@ -98,18 +98,6 @@ def release_unused(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """No garbage collection inside: scanning the million objects of torch takes a sixth of its import."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def reset_peak(device: str) -> None:
     """Reset the peak counters, without stalling the device."""
     if device == "cuda":

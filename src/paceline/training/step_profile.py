@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from paceline.host.processes import collection_paused
 from paceline.results.records import ExposureSample, TraceSample
-from paceline.training.instruments import Clock, collection_paused, wrappers
+from paceline.training.instruments import Clock, wrappers
 
 Span = tuple[float, float]
 

@@ -28,12 +28,12 @@ from paceline.host.gauges import Sampler, Snapshot
 from paceline.host.machine import probe
 from paceline.host.machine import to_dict as machine_facts
 from paceline.host.memory_limit import room_bytes
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import collection_paused, end_with_parent
 from paceline.host.rank_lines import marked_output
 from paceline.launchers.node import log_transport, placement, torchrun
 from paceline.results import store
 from paceline.results.records import ComponentSample, Evidence, GaugeSample, Outcome, Sample, Status, StepSample
-from paceline.training.instruments import collection_paused, peak_bytes
+from paceline.training.instruments import peak_bytes
 
 PEAK_INTERVAL_S = 1.0
 # Messages of the CUDA and CPU allocators, the driver, the C++ library, the kernel (ENOMEM) and failed thread starts.

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -315,18 +314,3 @@ def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:
     held = bytearray(before + 32 * 2**20)
     held[::4096] = b"x" * len(held[::4096])  # memory is resident once it is touched
     assert peak_bytes("cpu") >= len(held)
-
-
-def test_collection_is_paused_inside_and_only_inside() -> None:
-    with instruments.collection_paused():
-        assert not gc.isenabled()
-        with instruments.collection_paused():
-            pass
-        assert not gc.isenabled(), "whoever had paused it goes on pausing it"
-    assert gc.isenabled()
-
-
-def test_collection_goes_on_after_an_import_that_failed() -> None:
-    with pytest.raises(ImportError), instruments.collection_paused():
-        raise ImportError("made up by a test")
-    assert gc.isenabled()

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from paceline.analysis.statistics.verdict import BETWEEN_DAYS
 from paceline.analysis.training import memory, trust
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.goodput import goodput
+from paceline.host.processes import collection_paused
 from paceline.launchers.node import clock_offsets
 from paceline.prediction import stored
 from paceline.report.tables import advice as advice_table
@@ -35,20 +34,8 @@ MOST_DIRECTORIES = 3
 
 def report_of(directory: Path, costing: Costing | None = None, baseline: Baseline | None = None) -> Report:
     """The report of a results directory or capsule; RequestError if it contains no runs."""
-    with _without_collection():
+    with collection_paused():
         return _report_of(directory, costing, baseline)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Do not look for cycles of objects, of which records and findings have none: that takes a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _report_of(directory: Path, costing: Costing | None, baseline: Baseline | None) -> Report:

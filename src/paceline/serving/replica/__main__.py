@@ -28,7 +28,7 @@ def main(role: str) -> None:
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
         asyncio.run(run(settings, message["secret"], message["meeting"]))
         return
-    from paceline.training.instruments import collection_paused
+    from paceline.host.processes import collection_paused
 
     # Most of the start is the import of torch and transformers.
     with collection_paused():

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.host.processes import collection_paused
 from paceline.serving import http_server
 from paceline.serving.http_server import Refused
 from paceline.serving.replica.settings import Settings
-from paceline.training.instruments import collection_paused
 
 # OpenAI's default if a request does not limit its answer.
 DEFAULT_MAX_TOKENS = 16

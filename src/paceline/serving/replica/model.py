@@ -18,12 +18,12 @@ import torch.distributed as dist
 import transformers
 
 from paceline.errors import UnsupportedError
+from paceline.host.processes import collection_paused
 from paceline.launchers.node import placement, torchrun
 from paceline.serving.replica import weights
 from paceline.serving.replica.batching import Channel, serve
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
 from paceline.serving.replica.settings import Meeting, Settings
-from paceline.training.instruments import collection_paused
 
 READ, STEP = 0, 1
 # The other ranks wait for the leader until the next request: days, not minutes.

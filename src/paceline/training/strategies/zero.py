@@ -18,8 +18,8 @@ from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.files import document_of
+from paceline.host.processes import collection_paused
 from paceline.models.arithmetic import Traffic
-from paceline.training.instruments import collection_paused
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from paceline.errors import require
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Traits, load
 from paceline.experiment.spec import RunSpec
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import collection_paused, end_with_parent
 from paceline.results.records import ComponentSample, MemorySample
 from paceline.training import instruments
 from paceline.workloads import finetune, pretrain
@@ -174,7 +174,7 @@ class Prediction:
 def begin_rehearsals() -> None:
     """Prepare a process for rehearsals: import what they need, and exclude it from garbage collection."""
     end_with_parent()
-    with instruments.collection_paused():
+    with collection_paused():
         for name in REHEARSAL:
             importlib.import_module(name)
     gc.freeze()
