@@ -75,16 +75,17 @@ def document_of(path: Path) -> bytes:
     and for a file that is larger than any that Paceline writes."""
     # Not a file object: a report reads thousands of small files, and making one takes longer than reading.
     descriptor = _open_regular(path)
+    parts, size = [], 0
     try:
-        content = b""
         # Until nothing is left: on network file systems a read may be short before the end.
-        while more := os.read(descriptor, 1 << 16):
-            content += more
-            if len(content) > LARGEST_DOCUMENT_BYTES:
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+            size += len(part)
+            if size > LARGEST_DOCUMENT_BYTES:
                 raise OSError(errno.EFBIG, f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB", str(path))
     finally:
         os.close(descriptor)
-    return content
+    return b"".join(parts)
 
 
 # What is read of a log: its end says why a job failed, its beginning where it ran.
