@@ -8,15 +8,16 @@ HAS_TORCH := $(shell $(PYTHON) -c "import os, sys, torch; sys.exit(os.path.realp
 # An environment made from another one sees the system's packages, and not those of the one it was made from.
 ITS_PACKAGES := $(shell $(PYTHON) -c "import sys, sysconfig; sys.prefix != sys.base_prefix and print(sysconfig.get_path('purelib'))")
 
+# Processes are started by the hundred, so what Python compiles is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all lint gpu-test vllm-env vllm-test overhead wheelhouse setup clean
 
 demo: $(VENV)/.demo
 	$(BIN)/paceline run quick
 
-# Tests start hundreds of processes, so what Python compiles is kept, whatever the environment says. Those of engines
-# wait as often as they compute: four at a time keep two cores busy. What failed beside the others is run once more,
-# alone: a machine that somebody else keeps busy must not fail a change. Both results are printed.
-test: export PYTHONDONTWRITEBYTECODE =
+# Tests of engines wait as often as they compute: four at a time keep two cores busy. What failed beside the others is run
+# once more, alone: a machine that somebody else keeps busy must not fail a change. Both results are printed.
 test: setup
 	$(BIN)/python -m pytest -n 4 || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
 
@@ -50,16 +51,24 @@ wheelhouse: setup
 
 setup: $(VENV)/.ready
 
-# pip compiles 17,000 files one after the other, which is half of an installation: here all cores do, and leave out tests
-# and the fifth that nobody here imports (hundreds of models, Ray beside its core). Packages carry files that are no
-# Python, at which compileall fails; what it misses is compiled when imported.
+# pip compiles 17,000 files one after the other, which is half of an installation. Here only torch is compiled, while pip
+# installs the rest; Python compiles what else is imported when that happens first.
 INSTALL := DS_BUILD_OPS=0 $(BIN)/pip install --no-compile
-UNUSED := /tests?/|/transformers/models/|/ray/(data|llm|rllib|serve|train|tune)/
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib src || true
+COMPILE_TORCH := $(BIN)/python -m compileall -qq -x '/(tests?|testing|_inductor)/' $(VENV)/lib/python*/site-packages/torch || true
 
 # The environment of the demo: Paceline, torch and DeepSpeed. The tests and linters add the rest to it.
-$(VENV)/.demo: pyproject.toml constraints.txt
-	@echo "Installing torch and DeepSpeed into $(VENV): a few minutes the first time."
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "Installing DeepSpeed into $(VENV): a minute the first time."
+	@$(COMPILE_TORCH) & $(INSTALL) -c $(VENV)/constraints.txt -e '.[zero]' && wait
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "Installing what the tests and linters need into $(VENV): a few minutes the first time."
+	@$(COMPILE_TORCH) & $(INSTALL) -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]' && wait
+	touch $@ $(VENV)/.demo
+
+$(VENV)/.torch: constraints.txt
+	@echo "Installing torch into $(VENV): a minute the first time."
 ifeq ($(HAS_TORCH),yes)
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	echo '$(ITS_PACKAGES)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host.pth"
@@ -69,16 +78,6 @@ else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 endif
-	$(INSTALL) -c $(VENV)/constraints.txt -e '.[zero]'
-	@echo "Compiling the packages."
-	@$(COMPILE)
-	touch $@
-
-$(VENV)/.ready: $(VENV)/.demo
-	@echo "Installing what the tests and linters need into $(VENV): a few minutes the first time."
-	$(INSTALL) -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]'
-	@echo "Compiling the packages."
-	@$(COMPILE)
 	touch $@
 
 clean:
