@@ -21,6 +21,8 @@ TROUBLES = {
     "exit": ("failed", ("rank 1", "exit code 7")),
 }
 TORCHRUN, FORKED, SHARED = "local:warm=false", "local", "testbed.forked"
+# Torchrun and the warm process of `local` have torch from the nursery, else each imports it.
+FORKED_PROGRAMS = {} if EXHAUSTIVE else {"FORKED_PROGRAMS": "1"}
 # A rank that leaves no outcome is reported by torchrun or by the supervisor of forked ranks. Exit codes in torchrun's
 # report are tested with the controller.
 CASES = [(how, SHARED) for how in ("oom", "raise", "nan")]
@@ -38,7 +40,7 @@ def troubled(campaign: Callable[..., Any]) -> Any:
         {"strategy": [f"faulty.trouble:how={how}"], "launcher": [launcher], **{key: [s] for key, s in limits.items()}}
         for how, launcher, limits in cells
     ]
-    return campaign("troubles", matrix, profiled=False, global_batch=4, micro_batch=2)
+    return campaign("troubles", matrix, FORKED_PROGRAMS, profiled=False, global_batch=4, micro_batch=2)
 
 
 @pytest.mark.parametrize(("how", "launcher"), CASES)
@@ -86,7 +88,7 @@ def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: A
     reference = troubled.record(None)
     victim = next(r for r in troubled.records if not r.is_reference and r.spec.launcher == reference.spec.launcher)
     settings = ("--set", f"strategy={victim.spec.strategy}", "--set", f"launcher={victim.spec.launcher}")
-    retried = paceline(*command, "--resume", *settings)
+    retried = paceline(*command, "--resume", *settings, env=FORKED_PROGRAMS)
     assert retried.stdout.count("already measured") == 1, "the reference, which was ok"
     record = troubled.record(str(victim.spec.strategy), launcher=str(victim.spec.launcher))
     assert record.status == victim.status

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed import EXHAUSTIVE
 
 from paceline import cli
 from paceline.results import store
@@ -30,7 +31,7 @@ SMALL: dict[str, Any] = {
     "steps": 20,
 }
 # The first attempt would go on for a minute, so that whoever is gone earlier was ended; the second one is quick.
-SLOWLY, QUICKLY = {"FAULTY_SLEEP_S": "3"}, {"FAULTY_SLEEP_S": "0"}
+SLOWLY, QUICKLY = {"FAULTY_SLEEP_S": "3"}, {"FAULTY_SLEEP_S": "0", **({} if EXHAUSTIVE else {"FORKED_PROGRAMS": "1"})}
 
 
 def heed_interrupts() -> None:
@@ -40,8 +41,9 @@ def heed_interrupts() -> None:
 
 @contextmanager
 def started(file: Path, environment: Callable[..., dict[str, str]]) -> Iterator[subprocess.Popen[str]]:
-    """`paceline run FILE`, ended by the test; killed if the test fails."""
-    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(file.parent), "--format", "json"]
+    """`paceline run FILE`, ended by the test; killed if the test fails. Its warm process has torch from the nursery."""
+    module = "paceline.cli" if EXHAUSTIVE else "testbed.forked_cli"
+    command = [sys.executable, "-m", module, "run", str(file), "--out", str(file.parent), "--format", "json"]
     child = subprocess.Popen(
         command,
         env=environment(**SLOWLY),

@@ -86,7 +86,8 @@ def import_for(kind: str) -> None:
 
 
 def run_command(request: Mapping[str, Any], link: socket.socket) -> int:
-    """`paceline ARGUMENTS`, or a program. Nodes start ranks by the runner FORKED_RUNNER instead of torchrun."""
+    """`paceline ARGUMENTS`, or a program. Nodes start ranks by the runner FORKED_RUNNER instead of torchrun; where
+    FORKED_PROGRAMS is set, torchrun and the warm process of the launcher local are forked from the nursery."""
     from paceline import cli
     from paceline.launchers import _job
 
@@ -96,6 +97,8 @@ def run_command(request: Mapping[str, Any], link: socket.socket) -> int:
     # One that a test no longer waits for ends with the tests.
     end_with_parent(signal.SIGTERM)
     _job.RUNNER = os.environ.get("FORKED_RUNNER")
+    if "FORKED_PROGRAMS" in os.environ:
+        nursery.fork_programs()
     sys.argv = ["paceline", *request["arguments"]]
     try:
         return cli.main()
@@ -137,8 +140,7 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
 def run_program(module: str, arguments: list[str], link: socket.socket) -> int:
     """The exit code of `python -m MODULE ARGUMENTS`, negative for a signal. It is killed once nobody waits for it.
     What it starts by its own interpreter, as torchrun starts ranks, are programs of the nursery too."""
-    os.environ["NURSERY_PYTHON"] = sys.executable
-    sys.executable = str(Path(__file__).with_name("python.sh"))
+    nursery.fork_programs()
     program = os.fork()
     if program == 0:
         code = 1

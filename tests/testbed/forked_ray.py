@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from paceline.contract import Job
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import ray
 from paceline.launchers.ray import actor, cancel, check, collect, offer, poll, submit
+from testbed.nursery import fork_programs
 
 __all__ = ["cancel", "check", "collect", "offer", "poll", "prepare", "submit"]
 
@@ -24,6 +24,5 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 if __name__ == "__main__":
     # In the place of the rank, as an agent starts it.
-    os.environ["NURSERY_PYTHON"] = sys.executable
-    sys.executable = str(Path(__file__).with_name("python.sh"))
+    fork_programs()
     actor.main(sys.argv)

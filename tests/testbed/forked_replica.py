@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import runpy
-import sys
-from pathlib import Path
+
+from testbed.nursery import fork_programs
 
 if __name__ == "__main__":
-    os.environ |= {"NURSERY_PYTHON": sys.executable, "NURSERY_KIND": "tuned-1"}
-    sys.executable = str(Path(__file__).with_name("python.sh"))
+    os.environ["NURSERY_KIND"] = "tuned-1"
+    fork_programs()
     runpy.run_module("paceline.serving.replica", run_name="__main__", alter_sys=True)

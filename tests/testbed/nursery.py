@@ -85,6 +85,12 @@ def started(module: str, arguments: Sequence[str]) -> int:
     return _answer(os.environ.get("NURSERY_KIND", "1"), usual, {**request, "files": numbers}, [*numbers, *spaces], None)
 
 
+def fork_programs() -> None:
+    """What this process starts from now on by `sys.executable -m MODULE` is forked from the nursery."""
+    os.environ["NURSERY_PYTHON"] = sys.executable
+    sys.executable = str(Path(__file__).with_name("python.sh"))
+
+
 def _is_inherited(file: int) -> bool:
     """What Python opens itself no child of it has."""
     with contextlib.suppress(OSError):  # closed by now
