@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -56,6 +56,39 @@ from paceline.results.records import RunRecord, Status
 LONGEST_DISTRIBUTION = 500
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What follows from the runs of some works alone: certificates and windows by run id, and cells.
+
+    Other runs of these works would change it."""
+
+    works: frozenset[str]
+    certificates: Mapping[str, Certificate]
+    windows: Mapping[str, Window]
+    cells: Sequence[Cell]
+
+
+def judge(records: Sequence[RunRecord]) -> Judged:
+    """Certify, open windows and measure, for all runs of some works. Most of the time of a report is spent here."""
+    ordered = sorted(records, key=_by_start)
+    certificates = certify_all(ordered)
+    windows = {
+        r.spec.run_id: replace(open_window(r), certificate=certificates.get(r.spec.run_id) if r.spec.script else None)
+        for r in ordered
+        if r.steps and r.spec.is_certified
+    }
+    trusted = (
+        windows[run]
+        for r in ordered
+        if (run := r.spec.run_id) in windows and comparable.status_of(r, certificates.get(run))[0] is Status.OK
+    )
+    return Judged(frozenset(r.spec.work for r in records), certificates, windows, metrics.gather(trusted))
+
+
+def _by_start(record: RunRecord) -> tuple[float, str]:
+    return record.started_at, record.spec.run_id
+
+
 def build(
     records: Sequence[RunRecord],
     title: str,
@@ -65,25 +98,29 @@ def build(
     earlier: Sequence[RunRecord] = (),
     baseline: nodes.Baseline | None = None,
     predictions: Sequence[Mapping[str, Any]] = (),
+    judged: Sequence[Judged] = (),
 ) -> Report:
     """Certify, measure, compare and recommend. created_at defaults to the end of the last run.
 
     earlier are launches replaced by newer ones, used for histories only; baseline replaces the peers of nodes.
-    predictions are stored ones (`prediction.stored.read`), shown beside the runs that measured them. Only
-    runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
+    predictions are stored ones (`prediction.stored.read`), shown beside the runs that measured them. judged: what
+    `judge` found already, in processes that each read a part of the runs; it is not computed again. Only runs that
+    ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
-    ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
-    certificates = certify_all(ordered)
-    windows = {
-        r.spec.run_id: replace(open_window(r), certificate=certificates.get(r.spec.run_id) if r.spec.script else None)
-        for r in ordered
-        if r.steps and r.spec.is_certified
-    }
+    ordered = sorted(records, key=_by_start)
+    known = frozenset[str]().union(*(part.works for part in judged))
+    parts = [*judged, judge([record for record in ordered if record.spec.work not in known])]
+    findings = {run: found for part in parts for run, found in part.certificates.items()}
+    # In the order in which one process finds them: by work.
+    by_work = grouped((r for r in ordered if r.spec.run_id in findings), lambda record: record.spec.work)
+    certificates = {r.spec.run_id: findings[r.spec.run_id] for members in by_work.values() for r in members}
+    windows = {run: window for part in parts for run, window in part.windows.items()}
     runs = tuple(_finding(r, certificates, windows) for r in ordered)
     trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
     peaks = ceilings.analyse(sound)
-    cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks))
+    gathered = {cell.id: cell for part in parts for cell in part.cells}
+    cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks), gathered)
     grown = scaling.analyse(cells)
     everything = (*compare.compare_cells(cells), *grown.compared)
     # Machine runs with corrupted data.
@@ -104,7 +141,7 @@ def build(
         machines=_machines(ordered),
         runs=runs,
         measurements=(
-            *(m for cell in cells for m in metrics.measure(cell)),
+            *(m for cell in cells for m in cell.measurements),
             *(point.efficiency for point in grown.points),
             *(m for load in measurements.reliable_loads(sound) for m in measurements.measure(load)),
             *network.measurements,

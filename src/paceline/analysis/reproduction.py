@@ -164,7 +164,7 @@ def _trajectory(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Traj
 
 def _remeasured(metric: str, a: Cell, b: Cell, family: int) -> Remeasured:
     under, over = metrics.estimate(a, metric), metrics.estimate(b, metric)
-    stored, replayed = (next(m for m in metrics.measure(cell) if m.metric == metric) for cell in (a, b))
+    stored, replayed = (next(m for m in cell.measurements if m.metric == metric) for cell in (a, b))
     if under is None or over is None:
         return Remeasured(metric=metric, within=None, reason="not measured on both sides")
     ratio = ratio_between([over], [under])

@@ -10,6 +10,7 @@ may grow: a process that ends late still prints its last line.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -18,9 +19,8 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping
-from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from paceline.errors import damaged
 from paceline.host.files import document_of, sync, write_atomically
@@ -28,15 +28,15 @@ from paceline.host.files import document_of, sync, write_atomically
 FILE, SPEC = "status.json", "spec.json"
 # Files that are read as results: one that the seal does not list was added later.
 READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|steps\.npy|outcome-.*\.json|machine-.*\.json")
-_KEPT = re.compile(r"samples-.*\.jsonl|steps\.npy")
 _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
 _GROWING = re.compile(r".*\.txt")
 _CHUNK = 1 << 20
 # Times of files are not finer than this: a file that changed so recently may change again without a trace in them.
 _SETTLED_NS = 2 * 10**9
 
+State: TypeAlias = tuple[int, ...]
 # Directories that were found intact, with the state of their files as far as `stat` shows it.
-_intact: dict[Path, object] = {}
+_intact: dict[Path, dict[str, State]] = {}
 
 
 # --- writing ---
@@ -72,7 +72,7 @@ def text_of(body: Mapping[str, Any]) -> str:
     return json.dumps({**fields, "seal": _own_digest(fields)}, indent=1, allow_nan=False) + "\n"
 
 
-def entry_of(file: BinaryIO | FileIO, size: int | None = None) -> dict[str, Any]:
+def entry_of(file: BinaryIO, size: int | None = None) -> dict[str, Any]:
     """Size and SHA-256 of a file, or of its first `size` bytes."""
     digest, count = hashlib.sha256(), 0
     while chunk := file.read(_CHUNK if size is None else min(_CHUNK, size - count)):
@@ -88,28 +88,29 @@ def entry_of(file: BinaryIO | FileIO, size: int | None = None) -> dict[str, Any]
 Keep = Callable[[str, bytes], None]
 
 
-def read(run_dir: Path, keep: Keep | None = None) -> dict[str, Any]:
+def read(run_dir: Path, keep: Keep | None = None, kept: re.Pattern[str] = READ) -> dict[str, Any]:
     """The fields of the seal of an intact run; DamagedRunError names the file that is not intact.
 
-    keep: for samples and steps, so that they are not read twice. A directory that did not change is checked once per
-    process, and keep is not called then.
+    keep: for files with names like `kept`, so that they are not read twice. A directory that did not change is checked
+    once per process, and keep is not called then.
     """
     body = _read(run_dir)
-    with os.scandir(run_dir) as entries:
-        state = {entry.name: _state(entry.stat(follow_symlinks=False)) for entry in entries}
-    if _intact.get(run_dir) != state:
+    names = os.listdir(run_dir)  # noqa: PTH208 - names are enough
+    if run_dir not in _intact or _intact[run_dir] != {name: _state(os.lstat(run_dir / name)) for name in names}:
         _intact.pop(run_dir, None)
         began_ns = time.time_ns()
-        _check(run_dir, body, keep)
-        for name in sorted(state.keys() - body["files"].keys()):
+        state = _check(run_dir, body, keep, kept)
+        for name in sorted({*names} - state.keys()):
             if READ.fullmatch(name):
                 raise damaged(run_dir, f"{name} was added after the run ended")
+            with contextlib.suppress(FileNotFoundError):
+                state[name] = _state(os.lstat(run_dir / name))
         if all(max(times) < began_ns - _SETTLED_NS for _, _, _, *times in state.values()):
             _intact[run_dir] = state
     return body
 
 
-def _state(facts: os.stat_result) -> tuple[int, ...]:
+def _state(facts: os.stat_result) -> State:
     return facts.st_mode, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
@@ -124,33 +125,41 @@ def _read(run_dir: Path) -> dict[str, Any]:
     return body
 
 
-def _check(run_dir: Path, body: Mapping[str, Any], keep: Keep | None) -> None:
+def _check(run_dir: Path, body: Mapping[str, Any], keep: Keep | None, kept: re.Pattern[str]) -> dict[str, State]:
+    """The state of every file that the seal lists; DamagedRunError if one is not intact."""
     fields = {key: value for key, value in body.items() if key != "seal"}
     files = fields.get("files")
     if not isinstance(files, dict) or "seal" not in body:
         raise damaged(run_dir, f"{FILE} has no digests of the files")
     if body["seal"] != _own_digest(fields):
         raise damaged(run_dir, f"{FILE} was changed after the run ended")
-    for name, entry in files.items():
-        _check_file(run_dir, name, entry, keep if _KEPT.fullmatch(name) else None)
+    return {
+        name: _check_file(run_dir, name, entry, keep if kept.fullmatch(name) else None) for name, entry in files.items()
+    }
 
 
-def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> None:
+def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> State:
     wanted = entry.get("bytes") if isinstance(entry, dict) else None
     if type(wanted) is not int or "/" in name or name in ("", "."):
         raise damaged(run_dir, f"{FILE}: got {name!r} with {entry!r:.100}, expected a file name, a size and a SHA-256")
-    path = f"{run_dir}/{name}"
     try:
-        # Opening a pipe would wait for a writer.
-        facts = os.stat(path)  # noqa: PTH116 - thousands of files in a report; a Path for each takes as long as its hash
-        if not stat.S_ISREG(facts.st_mode):
-            raise damaged(run_dir, f"{name} is not a regular file")
-        if facts.st_size < wanted or (facts.st_size > wanted and not _GROWING.fullmatch(name)):
-            raise damaged(run_dir, f"{name}: got {facts.st_size} bytes, expected {wanted}")
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            content = file.readall() if keep else b""
-            # All of what is kept: the file may have grown since its size was looked at.
-            intact = (entry_of(BytesIO(content)) if keep else entry_of(file, wanted)) == entry
+        # Opening a pipe does not wait for a writer. Not a Path: a report reads thousands of small files.
+        descriptor = os.open(f"{run_dir}/{name}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise damaged(run_dir, f"{name} is not a regular file")
+            if facts.st_size < wanted or (facts.st_size > wanted and not _GROWING.fullmatch(name)):
+                raise damaged(run_dir, f"{name}: got {facts.st_size} bytes, expected {wanted}")
+            if keep:
+                # All of what is kept: the file may have grown since its size was looked at.
+                content = _whole(descriptor, wanted)
+                intact = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} == entry
+            else:
+                with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
+                    intact = entry_of(file, wanted) == entry  # type: ignore[arg-type]
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         raise damaged(run_dir, f"{name} is missing") from None
     except OSError as error:
@@ -159,6 +168,16 @@ def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> N
         raise damaged(run_dir, f"{name} was changed after the run ended")
     if keep:
         keep(name, content)
+    return _state(facts)
+
+
+def _whole(descriptor: int, size: int) -> bytes:
+    """The content of a file that should have this size, to its end."""
+    content = os.read(descriptor, size + 1)
+    # On network file systems a read may be short before the end.
+    while len(content) <= size and (more := os.read(descriptor, size + 1)):
+        content += more
+    return content
 
 
 def _own_digest(fields: Mapping[str, Any]) -> str:

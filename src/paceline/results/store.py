@@ -34,17 +34,17 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from paceline.errors import RequestError, StoreError, damaged
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
-from paceline.host.files import document_of, write_atomically
+from paceline.host.files import LARGEST_DOCUMENT_BYTES, document_of, write_atomically
 from paceline.host.processes import end_with_parent
 from paceline.models.shape import Shape
 from paceline.results import columns, safe_text, samples, sealing
@@ -257,16 +257,25 @@ def read_run(run_dir: Path) -> RunRecord:
     kept: dict[str, bytes] = {}
 
     def keep(name: str, content: bytes) -> None:
-        kept[name] = content if name == columns.FILE else samples.without_steps(content)
+        # A document that is larger than any is rejected where it is read.
+        if len(content) <= LARGEST_DOCUMENT_BYTES or not _DOCUMENTS.fullmatch(name):
+            kept[name] = samples.without_steps(content) if _SAMPLES.fullmatch(name) else content
 
-    seal = sealing.read(run_dir, keep if (run_dir / columns.FILE).is_file() else None)
+    has_columns = (run_dir / columns.FILE).is_file()
+    seal = sealing.read(run_dir, keep, sealing.READ if has_columns else _DOCUMENTS)
     steps = columns.read(run_dir, seal, kept.pop(columns.FILE, None))
-    record = _assemble(run_dir, _end_of(run_dir, seal), steps, kept)
+    record = _assemble(run_dir, _end_of(run_dir, seal), seal["files"], steps, kept)
     name = run_dir.resolve().name
     # Characters that were made safe to print count as they are.
     if record.spec.run_id != name and spec_of((run_dir / "spec.json").read_text(encoding="utf-8")).run_id != name:
         raise damaged(run_dir, f"the directory is not named {record.spec.run_id!r}, as its spec.json says")
     return record
+
+
+_SAMPLES = re.compile(r"samples-.*\.jsonl", re.DOTALL)
+_OUTCOME = re.compile(r"outcome-.*\.json", re.DOTALL)
+_MACHINE = re.compile(r"machine-.*\.json", re.DOTALL)
+_DOCUMENTS = re.compile(rf"spec\.json|{_OUTCOME.pattern}|{_MACHINE.pattern}", re.DOTALL)
 
 
 def read_end(run_dir: Path) -> End:
@@ -307,24 +316,30 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
 
     DamagedRunError if a file that a rank left cannot be used.
     """
-    return _assemble(run_dir, End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at))
+    end = End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at)
+    return _assemble(run_dir, end, os.listdir(run_dir))  # noqa: PTH208 - names are enough
 
 
 def _assemble(
-    run_dir: Path, end: End, steps: StepSeries | None = None, kept: Mapping[str, bytes] = MappingProxyType({})
+    run_dir: Path,
+    end: End,
+    names: Iterable[str],
+    steps: StepSeries | None = None,
+    kept: Mapping[str, bytes] = MappingProxyType({}),
 ) -> RunRecord:
-    """steps: those of the run, if they need not be read from its lines. kept: other lines that were read already."""
-    paths = sorted(run_dir.glob("samples-*.jsonl"))
+    """names: of the files of the run. steps: those of the run, if they need not be read from its lines. kept: the
+    content of files that were read already; of samples, the lines that are not steps."""
+    paths = [run_dir / name for name in sorted(filter(_SAMPLES.fullmatch, names))]
     joined = samples.read(paths) if steps is None else samples.Joined([], [], samples.others_of(paths, kept))
     by_kind: dict[str, list[Sample]] = {}
     for sample in joined.others:
         by_kind.setdefault(sample.kind, []).append(sample)
     return RunRecord(
         **{name: getattr(end, name) for name in _END_FIELDS},
-        spec=read_spec(run_dir),
+        spec=read_spec(run_dir, kept.get("spec.json")),
         path=str(run_dir),
-        outcomes=read_outcomes(run_dir),
-        machines=read_machines(run_dir),
+        outcomes=_outcomes(run_dir, filter(_OUTCOME.fullmatch, names), kept),
+        machines=_machines(run_dir, filter(_MACHINE.fullmatch, names), kept),
         steps=StepSeries(joined.steps) if steps is None else steps,
         redone=StepSeries(joined.redone) if joined.redone else (),
         **{field: tuple(by_kind.get(kind, ())) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
@@ -340,8 +355,11 @@ _FIELDS = {
 }
 
 
-def read_spec(run_dir: Path) -> RunSpec:
-    raw = _current(read_json(run_dir / "spec.json"), run_dir)
+def read_spec(run_dir: Path, content: bytes | None = None) -> RunSpec:
+    """content: of the file, if it was read already."""
+    if content is not None and (known := _specs.get(content)) is not None:
+        return known
+    raw = _current(read_json(run_dir / "spec.json", content), run_dir)
     with _naming(run_dir, "spec.json"):
         spec = RunSpec.from_dict(raw)
         # Computed here, an id that cannot be computed is damage, and processes that read for others send it with it.
@@ -366,17 +384,24 @@ def _current(raw: Mapping[str, Any], run_dir: Path | str) -> Mapping[str, Any]:
 
 def read_machines(run_dir: Path) -> tuple[dict[str, Any], ...]:
     """The recorded facts of every host, redacted by today's rules."""
+    return _machines(run_dir, [path.name for path in run_dir.glob("machine-*.json")])
+
+
+def _machines(
+    run_dir: Path, names: Iterable[str], kept: Mapping[str, bytes] = MappingProxyType({})
+) -> tuple[dict[str, Any], ...]:
     machines = []
-    for path in sorted(run_dir.glob("machine-*.json")):
-        with _naming(run_dir, path.name):
-            machines.append(_checked(redaction.clean_facts(read_json(path))[0], machine_rule()))
+    for name in sorted(names):
+        with _naming(run_dir, name):
+            facts = read_json(run_dir / name, kept.get(name))
+            machines.append(_checked(redaction.clean_facts(facts)[0], machine_rule()))
     return tuple(machines)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object whose texts are safe to print."""
+def read_json(path: Path, content: bytes | None = None) -> dict[str, Any]:
+    """A JSON object whose texts are safe to print. content: of the file, if it was read already."""
     try:
-        text = document_of(path).decode()
+        text = (document_of(path) if content is None else content).decode()
         value = safe_text.document(json.loads(text), text)
     except FileNotFoundError:
         raise damaged(path.parent, f"{path.name} is missing") from None
@@ -389,7 +414,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
     """How every rank ended; StoreError with the name of the file if one is damaged."""
-    raws = {path: read_json(path) for path in run_dir.glob("outcome-*.json")}
+    return _outcomes(run_dir, [path.name for path in run_dir.glob("outcome-*.json")])
+
+
+def _outcomes(
+    run_dir: Path, names: Iterable[str], kept: Mapping[str, bytes] = MappingProxyType({})
+) -> tuple[Outcome, ...]:
+    raws = {path: read_json(path, kept.get(path.name)) for path in map(run_dir.joinpath, names)}
     # All at once is faster; one by one names the file that does not fit.
     known = rule_of(Outcome).fits(list(raws.values()))
     return tuple(sorted((_outcome(path, raw, known) for path, raw in raws.items()), key=lambda o: o.rank))
@@ -478,18 +509,82 @@ def run_dirs(directory: Path) -> list[Path]:
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """All finished launches below `directory`, repeated launches of a run included; and why others were skipped.
+    """All finished launches below `directory`, repeated launches of a run included; and why others were skipped."""
+    return read_judged(directory, lambda launches: None)[:2]
 
-    Many directories are read by a few processes, because parsing is CPU-bound.
+
+T = TypeVar("T")
+
+
+def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple[list[RunRecord], list[str], list[T]]:
+    """As `read_launches`, and what `judge` says about parts of the launches.
+
+    Many directories are read by a few processes, because that is CPU-bound, and judged by them, because records are
+    large. All launches of one work are in one part, or in none if they are more than one process should read.
     """
     folders, readers = run_dirs(directory), min(MOST_READERS, os.cpu_count() or 1)
     # Only forked processes do not import the calling program again; elsewhere one process reads all.
     if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
         results = list(map(_read_or_reason, folders))
-    else:
-        context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(readers, mp_context=context, initializer=_prepare_reader) as pool:
-            results = list(pool.map(_read_or_reason, folders, chunksize=10))
+        return *_sorted_out(results), []
+    shares = _shares(folders, readers)
+    global _judge
+    _judge = judge
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(readers - 1, mp_context=context, initializer=_prepare_reader) as pool:
+        theirs = [pool.submit(_read_share, share) for share in shares[1:]]
+        parts = [_read_share(shares[0]), *(future.result() for future in theirs)]
+    _specs.clear()
+    by_folder = {folder: result for part in parts for folder, result in part[0].items()}
+    return *_sorted_out([by_folder[folder] for folder in folders]), [judged for _, judged in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one process reads: all runs of some works, and some runs of larger works."""
+
+    whole: list[Path]
+    more: list[Path]
+
+
+# Set before processes are forked: how they judge, and the specs by the content of their files.
+_judge: Callable[[list[RunRecord]], Any]
+_specs: dict[bytes, RunSpec] = {}
+
+
+def _read_share(share: _Share) -> tuple[dict[Path, RunRecord | StoreError], Any]:
+    results = {folder: _read_or_reason(folder) for folder in share.whole}
+    judged = _judge(_sorted_out(results.values())[0])
+    return results | {folder: _read_or_reason(folder) for folder in share.more}, judged
+
+
+def _shares(folders: Sequence[Path], readers: int) -> list[_Share]:
+    """As many runs for each reader."""
+    by_work: dict[str, list[Path]] = {}
+    for folder in folders:
+        work = ""
+        # What is wrong with a run is said by its reader.
+        with contextlib.suppress(StoreError, OSError):
+            content = document_of(folder / "spec.json")
+            work = _specs.setdefault(content, read_spec(folder, content)).work
+        by_work.setdefault(work, []).append(folder)
+    shares: list[list[Path]] = [[] for _ in range(readers)]
+    rest: list[Path] = []
+    fair = -(-len(folders) // readers)
+    for members in sorted(by_work.values(), key=len, reverse=True):
+        if len(members) > fair:
+            rest += members
+        else:
+            min(shares, key=len).extend(members)
+    places = {folder: place for place, folder in enumerate(folders)}
+    more: list[list[Path]] = [[] for _ in shares]
+    for folder in rest:
+        number = min(range(readers), key=lambda n: len(shares[n]) + len(more[n]))
+        more[number].append(folder)
+    return [_Share(sorted(whole, key=places.__getitem__), own) for whole, own in zip(shares, more, strict=True)]
+
+
+def _sorted_out(results: Collection[RunRecord | StoreError]) -> tuple[list[RunRecord], list[str]]:
     records = [result for result in results if isinstance(result, RunRecord)]
     return records, [str(result) for result in results if isinstance(result, StoreError)]
 

@@ -114,12 +114,12 @@ def test_a_file_that_grows_while_it_is_checked_is_damaged(run_dir: Path, monkeyp
     with (run_dir / "samples-0.jsonl").open("ab") as file:
         file.write(b"{}\n")
     kept: list[bytes] = []
-    real = os.stat
+    real = os.fstat
 
-    def before(path: Any, **more: Any) -> os.stat_result:
-        return os.stat_result((*real(path, **more)[:6], entry["bytes"], *real(path, **more)[7:]))
+    def before(descriptor: int) -> os.stat_result:
+        return os.stat_result((*real(descriptor)[:6], entry["bytes"], *real(descriptor)[7:]))
 
-    monkeypatch.setattr(sealing.os, "stat", before)
+    monkeypatch.setattr(sealing.os, "fstat", before)
     with pytest.raises(DamagedRunError, match="was changed"):
         sealing._check_file(run_dir, "samples-0.jsonl", entry, lambda name, content: kept.append(content))
     assert not kept

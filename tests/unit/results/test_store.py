@@ -255,7 +255,29 @@ def test_many_runs_are_read_by_several_processes_as_by_one(
     assert store.read_runs(tmp_path) == alone
     assert len(alone[0]) == 3
     assert len(alone[1]) == 4
-    assert readers == ([2] if sys.platform == "linux" else [])
+    # This process reads a share, too.
+    assert readers == ([1] if sys.platform == "linux" else [])
+
+
+def test_runs_of_one_work_are_judged_together_by_the_process_that_read_them(
+    tmp_path: Path, make_spec: Make, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A work with more than a fair share of the runs is read by all processes and judged by none."""
+    for seed, launches in ((1, 2), (2, 2), (3, 1), (4, 7)):
+        for repeat in range(launches):
+            make_run(tmp_path, make_spec("ddp", repeat=repeat, seed=seed))
+    monkeypatch.setattr(store, "PARALLEL_FROM", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    records, skipped, parts = store.read_judged(
+        tmp_path, lambda launches: (os.getpid(), sorted((r.spec.seed, r.spec.repeat) for r in launches))
+    )
+    assert records == [store.read_run(folder) for folder in store.run_dirs(tmp_path)]
+    assert skipped == []
+    if sys.platform != "linux":
+        return
+    assert len({process for process, _ in parts}) == 2
+    assert sorted(run for _, runs in parts for run in runs) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    assert all(len({process for process, runs in parts if (seed, 0) in runs}) == 1 for seed in (1, 2, 3))
 
 
 LINES = {

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +53,15 @@ class Cell:
     fields: Mapping[str, Any]
     axes: Mapping[str, Scalar]
     windows: tuple[Window, ...]
-    step_sums: Array
-    launch_sums: Array
     achievable: Mapping[str, Measurement] = field(default_factory=dict)
+
+    @cached_property
+    def step_sums(self) -> Array:
+        return intervals.resample_sums([w.steps for w in self.windows], intervals.seed_of(self.id, "steps"))
+
+    @cached_property
+    def launch_sums(self) -> Array:
+        return intervals.resample_sums([w.launch for w in self.windows], intervals.seed_of(self.id, "launches"))
 
     @cached_property
     def runs(self) -> tuple[str, ...]:
@@ -110,34 +117,40 @@ class Cell:
         """What `per` and `mean` found: several metrics and every comparison of the cell ask for the same."""
         return {}
 
+    @cached_property
+    def measurements(self) -> list[Measurement]:
+        """One measurement per row of METRICS; the value of missing ones is None."""
+        interrupted = INTERRUPTED_METRICS if any(w.goodput for w in self.windows) else ()
+        return [_measurement(self, metric) for metric in (*METRICS, *interrupted)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the resampled sums, which are large and can be drawn again."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("step_sums", "launch_sums")}
+
     def seconds(self) -> Array:
         """Step times of all windows, in launch order."""
         return np.concatenate([w.seconds for w in self.windows])
 
 
-def gather(windows: Iterable[Window], peaks: ceilings.Peaks | None = None) -> list[Cell]:
+def gather(
+    windows: Iterable[Window], peaks: ceilings.Peaks | None = None, known: Mapping[str, Cell] = MappingProxyType({})
+) -> list[Cell]:
     """Cells of all windows that have a step, in the order of their first run; the caller passes certified runs only.
 
-    peaks are the measured matmul peaks by kind of device, if a run of the workload compute measured them.
+    peaks are the measured matmul peaks by kind of device, if a run of the workload compute measured them. known: cells
+    that were gathered already, by id; one that has all its windows is not resampled again.
     """
     by_cell = grouped((window for window in windows if len(window.steps)), lambda window: window.record.spec.cell)
     cells = []
-    for cell, of_cell in by_cell.items():
+    for id_, of_cell in by_cell.items():
         ordered = tuple(sorted(of_cell, key=lambda w: (w.record.spec.repeat, w.run)))
-        spec = ordered[0].record.spec
         devices = {ceilings.device_of(w.record) for w in ordered}
-        cells.append(
-            Cell(
-                cell,
-                spec,
-                flat(spec),
-                spec.axes(),
-                ordered,
-                intervals.resample_sums([w.steps for w in ordered], intervals.seed_of(cell, "steps")),
-                intervals.resample_sums([w.launch for w in ordered], intervals.seed_of(cell, "launches")),
-                (peaks or {}).get(devices.pop(), {}) if len(devices) == 1 else {},
-            )
-        )
+        achievable = (peaks or {}).get(devices.pop(), {}) if len(devices) == 1 else {}
+        cell = known.get(id_)
+        if cell is None or cell.windows != ordered or achievable:
+            spec = ordered[0].record.spec
+            cell = Cell(id_, spec, flat(spec), spec.axes(), ordered, achievable)
+        cells.append(cell)
     return cells
 
 
@@ -397,12 +410,6 @@ BY_NAME = {metric.name: metric for metric in (*METRICS, *INTERRUPTED_METRICS)}
 
 def estimate(cell: Cell, metric: str) -> Resampled | None:
     return BY_NAME[metric].formula(cell).resampled
-
-
-def measure(cell: Cell) -> list[Measurement]:
-    """One measurement per row of METRICS; the value of missing ones is None."""
-    interrupted = INTERRUPTED_METRICS if any(w.goodput for w in cell.windows) else ()
-    return [_measurement(cell, metric) for metric in (*METRICS, *interrupted)]
 
 
 def _measurement(cell: Cell, metric: Metric) -> Measurement:

@@ -14,7 +14,7 @@ from paceline.analysis.compare import history as over_time
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import Between, HistorySeries, Report
 from paceline.analysis.machine.nodes import Baseline
-from paceline.analysis.report import build
+from paceline.analysis.report import Judged, build, judge
 from paceline.analysis.served import verdicts
 from paceline.analysis.statistics.verdict import BETWEEN_DAYS
 from paceline.analysis.training import memory, trust
@@ -26,7 +26,8 @@ from paceline.prediction import stored
 from paceline.report.tables import advice as advice_table
 from paceline.report.tables.one_run import record_lines, served_lines
 from paceline.results import safe_text, store
-from paceline.results.launches import read_experiment, read_launches
+from paceline.results.launches import read_experiment, read_judged, read_launches
+from paceline.results.records import RunRecord
 
 MOST_REASONS = 5
 MOST_DIRECTORIES = 3
@@ -39,7 +40,7 @@ def report_of(directory: Path, costing: Costing | None = None, baseline: Baselin
 
 
 def _report_of(directory: Path, costing: Costing | None, baseline: Baseline | None) -> Report:
-    launches, unreadable = read_launches(directory)
+    launches, unreadable, judged = read_judged(directory, _judged)
     records, earlier, _ = store.newest(launches)
     title = safe_text.text(directory.resolve().name)
     predictions = [row for one in (directory.parent, directory) for row in stored.read(one)]
@@ -51,7 +52,17 @@ def _report_of(directory: Path, costing: Costing | None, baseline: Baseline | No
         earlier=earlier,
         baseline=baseline,
         predictions=predictions,
+        judged=judged,
     )
+
+
+def _judged(launches: list[RunRecord]) -> Judged:
+    """What is known of a part of the launches alone, in the process that read them."""
+    found = judge(store.newest(launches)[0])
+    for cell in found.cells:
+        # Kept by the cell.
+        _ = cell.measurements
+    return found
 
 
 def run_lines(run_dir: Path) -> list[str]:

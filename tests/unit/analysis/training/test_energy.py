@@ -115,7 +115,7 @@ def run_on_gpus(make_spec: Builder, make_record: Builder) -> Builder:
 
 def measured(records: Sequence[RunRecord], metric: str) -> Any:
     (cell,) = metrics.gather([open_window(record) for record in records])
-    return next(m for m in metrics.measure(cell) if m.metric == metric)
+    return next(m for m in cell.measurements if m.metric == metric)
 
 
 def test_joules_per_token_are_those_of_all_gpus_over_all_tokens(run_on_gpus: Builder, golden: object) -> None:

@@ -111,7 +111,7 @@ def test_a_run_in_one_piece_has_no_goodput_to_tell(tmp_path: Path, spec: RunSpec
     record = store.read_run(make_run(tmp_path, spec))
     assert goodput(record) is None
     (cell,) = metrics.gather([open_window(record)])
-    assert not [m for m in metrics.measure(cell) if m.metric == "goodput_ratio"]
+    assert not [m for m in cell.measurements if m.metric == "goodput_ratio"]
 
 
 def test_an_attempt_that_no_rank_began_is_time_down(restarted: RunRecord) -> None:
@@ -191,7 +191,7 @@ def test_report_and_show_tell_it(restarted: RunRecord) -> None:
 
 def test_goodput_of_launches_is_the_ratio_of_their_sums(restarted: RunRecord, spec: RunSpec) -> None:
     (cell,) = metrics.gather([open_window(restarted)])
-    found = {m.metric: m.value for m in metrics.measure(cell)}
+    found = {m.metric: m.value for m in cell.measurements}
     assert found["goodput_ratio"] == pytest.approx(10 / 55)
     assert (found["redone_s"], found["checkpoint_s"], found["down_s"]) == (2.0, 4.0, 34.0)
 

@@ -40,7 +40,7 @@ def tuned(make_spec: Builder, make_steps: Builder, make_record: Builder, **more:
 
 def measured(record: RunRecord) -> dict[str, Measurement]:
     (cell,) = metrics.gather([open_window(record)])
-    return {m.metric: m for m in metrics.measure(cell)}
+    return {m.metric: m for m in cell.measurements}
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder, golden:
         make_tuned(),
         make_tuned(tuning=Tuning(method="qlora", rank=8), data=Choice("instructions", {"packed": True})),
     ]
-    measurements = tuple(m for cell in cells_of(*records) for m in metrics.measure(cell))
+    measurements = tuple(m for cell in cells_of(*records) for m in cell.measurements)
     report = dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)
     (table,) = finetuning.tables(report)
     assert [c.heading for c in table.columns] == [
@@ -202,7 +202,7 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder, golden:
 
 
 def test_no_table_without_a_cell_that_fine_tunes(make_spec: Builder, make_record: Builder) -> None:
-    measurements = tuple(m for cell in cells_of(make_record(make_spec())) for m in metrics.measure(cell))
+    measurements = tuple(m for cell in cells_of(make_record(make_spec())) for m in cell.measurements)
     assert (
         finetuning.tables(dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)) == ()
     )
@@ -221,7 +221,7 @@ def test_a_single_fine_tune_is_answered_by_its_rate(
         dataclasses.replace(c, checks=tuple(check for check in c.checks if check.ok)) for c in report.certificates
     )
     runs = tuple(dataclasses.replace(run, status="ok") for run in report.runs)
-    measurements = tuple(m for cell in cells_of(record) for m in metrics.measure(cell))
+    measurements = tuple(m for cell in cells_of(record) for m in cell.measurements)
     report = dataclasses.replace(report, certificates=valid, runs=runs, measurements=measurements)
     text = answer(report)[0]
     assert text == golden
