@@ -25,7 +25,7 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
 
     RequestError if the directory does not exist or contains no runs.
     """
-    return read_judged(directory, lambda launches: None)[:2]
+    return read_judged(directory, store.unjudged)[:2]
 
 
 def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple[list[RunRecord], list[str], list[T]]:

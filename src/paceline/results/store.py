@@ -65,6 +65,8 @@ EARLIER = "attempts"
 LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*", "trace-*")
 # With fewer runs, starting processes takes longer than it saves.
 PARALLEL_FROM = 100
+# With fewer in a share, handing it over takes longer.
+LEAST_SHARE = 10
 MOST_READERS = 8
 
 
@@ -510,14 +512,18 @@ def run_dirs(directory: Path) -> list[Path]:
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
     """All finished launches below `directory`, repeated launches of a run included; and why others were skipped."""
-    return read_judged(directory, lambda launches: None)[:2]
+    return read_judged(directory, unjudged)[:2]
+
+
+def unjudged(launches: list[RunRecord]) -> None:
+    """For launches that are only read."""
 
 
 T = TypeVar("T")
 
 
 def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple[list[RunRecord], list[str], list[T]]:
-    """As `read_launches`, and what `judge` says about parts of the launches.
+    """As `read_launches`, and what `judge`, a function of a module, says about parts of the launches.
 
     Many directories are read by a few processes, because that is CPU-bound, and judged by them, because records are
     large. All launches of one work are in one part, or in none if they are more than one process should read.
@@ -528,38 +534,39 @@ def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple
         results = list(map(_read_or_reason, folders))
         return *_sorted_out(results), []
     shares = _shares(folders, readers)
-    global _judge
-    _judge = judge
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(readers - 1, mp_context=context, initializer=_prepare_reader) as pool:
-        theirs = [pool.submit(_read_share, share) for share in shares[1:]]
-        parts = [_read_share(shares[0]), *(future.result() for future in theirs)]
+        futures = [pool.submit(_read_share, share, judge) for share in shares]
+        # This process reads, too, from the end: those that no other has begun.
+        own = {n: _read_share(shares[n], judge) for n in reversed(range(len(shares))) if futures[n].cancel()}
+        parts = [own[n] if n in own else future.result() for n, future in enumerate(futures)]
     _specs.clear()
-    by_folder = {folder: result for part in parts for folder, result in part[0].items()}
-    return *_sorted_out([by_folder[folder] for folder in folders]), [judged for _, judged in parts]
+    by_folder = {folder: result for results, _ in parts for folder, result in results.items()}
+    judged = [found for _, found in parts if found is not None]
+    return *_sorted_out([by_folder[folder] for folder in folders]), judged
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one process reads: all runs of some works, and some runs of larger works."""
+    """What one process reads at a time: all runs of some works, or some runs of a larger one, which are not judged."""
 
-    whole: list[Path]
-    more: list[Path]
+    folders: list[Path]
+    is_whole: bool = True
 
 
-# Set before processes are forked: how they judge, and the specs by the content of their files.
-_judge: Callable[[list[RunRecord]], Any]
+# The specs of runs that are about to be read, by the content of their files; forked processes have them, too.
 _specs: dict[bytes, RunSpec] = {}
 
 
-def _read_share(share: _Share) -> tuple[dict[Path, RunRecord | StoreError], Any]:
-    results = {folder: _read_or_reason(folder) for folder in share.whole}
-    judged = _judge(_sorted_out(results.values())[0])
-    return results | {folder: _read_or_reason(folder) for folder in share.more}, judged
+def _read_share(
+    share: _Share, judge: Callable[[list[RunRecord]], T]
+) -> tuple[dict[Path, RunRecord | StoreError], T | None]:
+    results = {folder: _read_or_reason(folder) for folder in share.folders}
+    return results, judge(_sorted_out(results.values())[0]) if share.is_whole else None
 
 
 def _shares(folders: Sequence[Path], readers: int) -> list[_Share]:
-    """As many runs for each reader."""
+    """The largest first."""
     by_work: dict[str, list[Path]] = {}
     for folder in folders:
         work = ""
@@ -568,20 +575,16 @@ def _shares(folders: Sequence[Path], readers: int) -> list[_Share]:
             content = document_of(folder / "spec.json")
             work = _specs.setdefault(content, read_spec(folder, content)).work
         by_work.setdefault(work, []).append(folder)
-    shares: list[list[Path]] = [[] for _ in range(readers)]
-    rest: list[Path] = []
-    fair = -(-len(folders) // readers)
+    shares: list[_Share] = []
     for members in sorted(by_work.values(), key=len, reverse=True):
-        if len(members) > fair:
-            rest += members
+        if len(members) > -(-len(folders) // readers):
+            parts = (members[first : first + LEAST_SHARE] for first in range(0, len(members), LEAST_SHARE))
+            shares += [_Share(part, is_whole=False) for part in parts]
+        elif shares and shares[-1].is_whole and len(shares[-1].folders) < LEAST_SHARE:
+            shares[-1].folders.extend(members)
         else:
-            min(shares, key=len).extend(members)
-    places = {folder: place for place, folder in enumerate(folders)}
-    more: list[list[Path]] = [[] for _ in shares]
-    for folder in rest:
-        number = min(range(readers), key=lambda n: len(shares[n]) + len(more[n]))
-        more[number].append(folder)
-    return [_Share(sorted(whole, key=places.__getitem__), own) for whole, own in zip(shares, more, strict=True)]
+            shares.append(_Share(members))
+    return shares
 
 
 def _sorted_out(results: Collection[RunRecord | StoreError]) -> tuple[list[RunRecord], list[str]]:
