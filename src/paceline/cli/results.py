@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,6 +200,7 @@ def conclude(
     """
     from paceline import report as presentation
     from paceline.campaign.run.findings import report_of
+    from paceline.host.processes import collection_paused
     from paceline.report import summary
     from paceline.report.tables import time_spent
 
@@ -206,15 +209,16 @@ def conclude(
         if hasattr(exporter, "check"):
             exporter.check(directory)
     report = report_of(directory, costing, baseline)
-    # Print before writing: a full disk must not hide the answer.
-    screen.print(presentation.section_group(report) if verbose else presentation.brief_group(report))
-    lines = presentation.recommendation_lines(report) if verbose else presentation.brief_lines(report)
-    # The headline may be the whole answer.
-    headline = summary.headline(report)
-    lines = [line for line in lines if verbose or line.rstrip(".") != headline]
-    for line in (*lines, *(f"skipped: {text}" for text in report.skipped)):
-        screen.print(line, highlight=False, markup=False)
-    files = _write(report, exporters, directory)
+    # Print before saying what could not be written: a full disk must not hide the answer.
+    with collection_paused(), _exporting(report, exporters, directory) as exported:
+        screen.print(presentation.section_group(report) if verbose else presentation.brief_group(report))
+        lines = presentation.recommendation_lines(report) if verbose else presentation.brief_lines(report)
+        # The headline may be the whole answer.
+        headline = summary.headline(report)
+        lines = [line for line in lines if verbose or line.rstrip(".") != headline]
+        for line in (*lines, *(f"skipped: {text}" for text in report.skipped)):
+            screen.print(line, highlight=False, markup=False)
+        files = exported()
     page = [path for path in files if path.suffix == ".html"]
     shown = files if verbose or not page else page
     print_plain(screen, f"Report: {' '.join(map(str, shown))}")
@@ -231,21 +235,73 @@ def conclude(
     return OK if ended_ok and not (bad or blank or report.skipped) else SOME_FAILED
 
 
-def _write(report: Report, exporters: Sequence[Exporter], source: Path) -> list[Path]:
-    """Export the report and return the files and directories written, each once. Files of a capsule go to a directory
-    beside it."""
+# With fewer runs, starting a process takes longer than it saves.
+_EXPORTED_APART_FROM = 100
+_Export = Callable[[int], list[Path]]
+_export_here: _Export
+
+
+@contextlib.contextmanager
+def _exporting(report: Report, exporters: Sequence[Exporter], source: Path) -> Iterator[Callable[[], list[Path]]]:
+    """Exports the report; what is yielded returns the files and directories written, each once. Files of a capsule go
+    to a directory beside it.
+
+    A large report is exported by a second process while this one prints it.
+    """
     directory = source
     if source.is_file():
         directory = source.with_name(f"{_CAPSULE_SUFFIX.sub('', source.name)}-report")
-    try:
-        directory.mkdir(exist_ok=True)
-        written = [path for exporter in exporters for path in exporter.export(report, directory)]
-    except OSError as error:
-        path = error.filename or directory
-        raise RequestError(f"report: cannot write {str(path)!r} ({error.strerror or error}).") from None
-    inside = [path.relative_to(directory).parts[0] for path in written if path.is_relative_to(directory)]
-    outside = [path for path in written if not path.is_relative_to(directory)]
-    return [*(directory / name for name in dict.fromkeys(inside)), *outside]
+
+    def export(number: int) -> list[Path]:
+        try:
+            directory.mkdir(exist_ok=True)
+            return exporters[number].export(report, directory)
+        except OSError as error:
+            path = error.filename or directory
+            raise RequestError(f"report: cannot write {str(path)!r} ({error.strerror or error}).") from None
+
+    def named(exported: Iterable[list[Path]]) -> list[Path]:
+        written = [path for paths in exported for path in paths]
+        inside = [path.relative_to(directory).parts[0] for path in written if path.is_relative_to(directory)]
+        outside = [path for path in written if not path.is_relative_to(directory)]
+        return [*(directory / name for name in dict.fromkeys(inside)), *outside]
+
+    count = len(exporters)
+    if len(report.runs) < _EXPORTED_APART_FROM or count < 2 or (os.cpu_count() or 1) < 2 or sys.platform != "linux":
+        yield lambda: named(map(export, range(count)))
+        return
+    from paceline.host.processes import forked_pool
+
+    with forked_pool(1, _prepare_export, export) as pool:
+        theirs, future = 0, pool.submit(_export_apart, 0)
+
+        def finish() -> list[Path]:
+            nonlocal theirs, future
+            found: dict[int, list[Path]] = {}
+            waiting = deque(range(1, count))
+            while waiting or theirs not in found:
+                if waiting and not future.done():
+                    number = waiting.pop()
+                    found[number] = export(number)
+                    continue
+                # What failed there fails here, and says why.
+                found[theirs] = paths if (paths := future.result()) is not None else export(theirs)
+                if waiting:
+                    theirs, future = (number := waiting.popleft()), pool.submit(_export_apart, number)
+            return named(found[number] for number in range(count))
+
+        yield finish
+
+
+def _prepare_export(export: _Export) -> None:
+    global _export_here
+    _export_here = export
+
+
+def _export_apart(number: int) -> list[Path] | None:
+    with contextlib.suppress(Exception):
+        return _export_here(number)
+    return None
 
 
 def show(arguments: argparse.Namespace) -> int:

@@ -12,9 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 # How often a command that prints nothing is looked at.
@@ -25,6 +28,26 @@ def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send this process a signal when its parent dies, however it dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, how)
+
+
+def forked_pool(size: int, prepare: Callable[..., None] | None = None, *arguments: object) -> ProcessPoolExecutor:
+    """Processes that have what this one has in memory, for work that is CPU-bound. They call prepare first, and end
+    with this process, which handles Ctrl-C."""
+    # Not at the top: few commands need it, and importing it takes longer than some of them.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    context = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(size, context, initializer=_begin_forked, initargs=(prepare, arguments))
+
+
+def _begin_forked(prepare: Callable[..., None] | None, arguments: tuple[object, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    # What is made here has no cycles of objects.
+    gc.disable()
+    if prepare is not None:
+        prepare(*arguments)
 
 
 def signal_name(number: int) -> str:

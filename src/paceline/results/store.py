@@ -22,20 +22,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import gc
 import json
 import math
 import mmap
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +41,7 @@ from paceline.errors import RequestError, StoreError, damaged
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.files import LARGEST_DOCUMENT_BYTES, document_of, write_atomically
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import forked_pool
 from paceline.models.shape import Shape
 from paceline.results import columns, safe_text, samples, sealing
 from paceline.results.records import SAMPLE_TYPES, SCHEMA, End, Evidence, Outcome, RunRecord, Sample, Status, StepSample
@@ -528,14 +524,26 @@ def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple
     Many directories are read by a few processes, because that is CPU-bound, and judged by them, because records are
     large. All launches of one work are in one part, or in none if they are more than one process should read.
     """
-    folders, readers = run_dirs(directory), min(MOST_READERS, os.cpu_count() or 1)
+    results, judged = _read_all(run_dirs(directory), judge)
+    return *_sorted_out(results), judged
+
+
+def read_each(folders: Sequence[Path]) -> list[RunRecord | StoreError]:
+    """The record of each run directory, or why it cannot be read."""
+    return _read_all(folders, unjudged)[0]
+
+
+def _read_all(
+    folders: Sequence[Path], judge: Callable[[list[RunRecord]], T]
+) -> tuple[list[RunRecord | StoreError], list[T]]:
+    readers = min(MOST_READERS, os.cpu_count() or 1)
     # Only forked processes do not import the calling program again; elsewhere one process reads all.
     if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
-        results = list(map(_read_or_reason, folders))
-        return *_sorted_out(results), []
+        return list(map(_read_or_reason, folders)), []
     shares = _shares(folders, readers)
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(readers - 1, mp_context=context, initializer=_prepare_reader) as pool:
+    # What this imports and keeps, forked processes have, too.
+    _read_or_reason(folders[0])
+    with forked_pool(readers - 1) as pool:
         futures = [pool.submit(_read_share, share, judge) for share in shares]
         # This process reads, too, from the end: those that no other has begun.
         own = {n: _read_share(shares[n], judge) for n in reversed(range(len(shares))) if futures[n].cancel()}
@@ -543,7 +551,7 @@ def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple
     _specs.clear()
     by_folder = {folder: result for results, _ in parts for folder, result in results.items()}
     judged = [found for _, found in parts if found is not None]
-    return *_sorted_out([by_folder[folder] for folder in folders]), judged
+    return [by_folder[folder] for folder in folders], judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -597,14 +605,6 @@ def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
         return read_run(run_dir)
     except StoreError as error:
         return StoreError(safe_text.text(str(error)))
-
-
-def _prepare_reader() -> None:
-    """The parent handles Ctrl-C; a reader ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    # Records have no cycles of objects.
-    gc.disable()
 
 
 def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunRecord], list[str]]:

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import types
 import typing
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -70,21 +69,15 @@ class Rule:
                 return False
         return dict not in kinds or self._mappings_fit([value for value in values if type(value) is dict])
 
-    def fits_array(self, numbers: array[Any]) -> bool:
-        """As `fits`, for an array of numbers that has at least one."""
-        # Not at the top: ranks and agents check what they read, too, and start without it.
-        import numpy as np
-
-        values = np.frombuffer(numbers, dtype=numbers.typecode)
-        low, high = values.min(), values.max()
-        if numbers.typecode != "d":
-            kind_fits = int in self.types
-        else:
-            # Comparisons with NaN are false.
-            kind_fits = float in self.types and bool(not self.finite or (low > -math.inf and high < math.inf))
+    def fits_range(self, low: float, high: float) -> bool:
+        """As `fits`, for numbers of one type with this smallest and largest; both are NaN if one is."""
+        # Comparisons with NaN are false.
+        kind_fits = type(low) in self.types and (
+            type(low) is int or not self.finite or (low > -math.inf and high < math.inf)
+        )
         if not kind_fits or (self.high < math.inf and high > self.high):
             return False
-        return self.low == -math.inf or bool(low > self.low if self.above else low >= self.low)
+        return self.low == -math.inf or (low > self.low if self.above else low >= self.low)
 
     def _numbers_fit(self, numbers: Collection[Any], kinds: Collection[type]) -> bool:
         # First: the size of a whole number decides whether it can be compared with others at all.

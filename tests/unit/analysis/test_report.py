@@ -3,15 +3,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from paceline.analysis.report import build
+from paceline.analysis.report import build, judge
 from paceline.experiment.choices import Choice
 from paceline.models import arithmetic
 from paceline.models.shape import Shape
+from paceline.report.exporters.json import text
 from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
@@ -169,3 +171,18 @@ def test_a_host_that_changed_between_repeats_is_noted(make_spec: Builder, make_r
     assert any("2.12" in note for note in build([before, after], title="t").notes)
     assert any("2.13" in note for note in build([before, after], title="t").notes)
     assert not any("changed" in note for note in build([before], title="t").notes)
+
+
+def test_a_report_does_not_depend_on_who_judged_its_runs(
+    campaign: list[RunRecord], make_cell: Builder, make_reference: Builder
+) -> None:
+    """Several processes each judge the runs of some works; the rest is judged with the report."""
+    others = [run for seed in (1, 2) for run in make_cell(1.1, strategy="ddp", seed=seed)]
+    references = {run.spec.work: make_reference(run.spec) for run in others}
+    records = [*others, *campaign, *references.values()]
+    parts = [judge([r for r in records if r.spec.seed == seed]) for seed in (2, 1)]
+    _ = [cell.measurements for cell in parts[0].cells]
+    whole = build(records, "quick")
+    assert {len({r.spec.work for r in records}), len(whole.certificates) // 4} == {3}
+    received = pickle.loads(pickle.dumps(parts))  # noqa: S301 - our own
+    assert text(build(records, "quick", judged=received)) == text(whole)

@@ -382,8 +382,30 @@ def test_folders_that_were_written_are_named_once(stored: Path, capsys: pytest.C
     def two(report: object, directory: Path) -> list[Path]:
         return [directory / "plots" / "a.svg", directory / "plots" / "b.svg", directory / "x.md", Path("/elsewhere/db")]
 
-    written = results._write(None, [SimpleNamespace(export=two)], stored)  # type: ignore[arg-type]
-    assert written == [stored / "plots", stored / "x.md", Path("/elsewhere/db")]
+    report, exporter = SimpleNamespace(runs=()), SimpleNamespace(export=two)
+    with results._exporting(report, [exporter], stored) as exported:  # type: ignore[arg-type, list-item]
+        assert exported() == [stored / "plots", stored / "x.md", Path("/elsewhere/db")]
+
+
+def test_a_large_report_is_exported_by_two_processes(
+    stored: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files, their order on the screen and what is said of one that cannot be written are those of one process."""
+    command = ["report", str(stored), *(w for name in ("json", "csv", "markdown") for w in ("--format", name))]
+    names = ("report.json", "metrics.csv", "report.md")
+    seen = []
+    for fewest in (100, 1):
+        monkeypatch.setattr(results, "_EXPORTED_APART_FROM", fewest)
+        monkeypatch.setattr(results.os, "cpu_count", lambda: 2)
+        assert cli.main(command) == 1
+        seen.append((capsys.readouterr().out, [(stored / name).read_bytes() for name in names]))
+        [(stored / name).unlink() for name in names]
+    assert seen[0] == seen[1]
+    (stored / "report.json").mkdir()
+    assert cli.main(command) == 2
+    captured = capsys.readouterr()
+    assert "CUDA out of memory" in captured.out
+    assert f"report: cannot write '{stored}/.report.json." in captured.err
 
 
 def test_a_campaign_in_which_nothing_was_measured_is_a_failure(here: Path, make_spec: Make, make_run: Make) -> None:

@@ -248,8 +248,8 @@ def test_many_runs_are_read_by_several_processes_as_by_one(
     make_run(tmp_path / "again", specs[0])
     alone = store.read_runs(tmp_path)
     readers: list[int] = []
-    pool = store.ProcessPoolExecutor
-    monkeypatch.setattr(store, "ProcessPoolExecutor", lambda n, **more: readers.append(n) or pool(n, **more))
+    pool = store.forked_pool
+    monkeypatch.setattr(store, "forked_pool", lambda size: readers.append(size) or pool(size))
     monkeypatch.setattr(store, "PARALLEL_FROM", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert store.read_runs(tmp_path) == alone

@@ -22,7 +22,7 @@ from paceline.analysis.statistics.intervals import Array, Ratio
 from paceline.analysis.statistics.verdict import ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
-from paceline.analysis.training.window import STEP_COLUMNS, Window, global_losses, step_table
+from paceline.analysis.training.window import STEP_COLUMNS, Window, step_table
 from paceline.experiment.choices import Choice
 from paceline.wording import short_count
 
@@ -70,7 +70,7 @@ class Curve:
         durations = zip(table.steps, table.by_step("duration_s"), strict=True)
         slowest = [max(each) if step in measured else usual for step, each in durations]
         tokens = [sum(each) for each in table.by_step("tokens")]
-        return cls(np.cumsum(tokens), np.cumsum(slowest), global_losses(table))
+        return cls(np.cumsum(tokens), np.cumsum(slowest), table.losses)
 
     def final(self, until_s: float = math.inf) -> float | None:
         """Mean loss of the last steps that ended by then; None before the first few."""

@@ -171,7 +171,10 @@ def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAM
     # Count how often each is drawn, so equal draws give equal sums to the last digit.
     drawn = rng.multinomial(len(totals), np.full(len(totals), 1 / len(totals)), size=resamples)
     # Not a matrix product: that spreads one NaN over all columns, and its last digit depends on the machine.
-    return np.asarray(sum((drawn[:, n, None] * row for n, row in enumerate(totals)), np.zeros((1, totals.shape[1]))))
+    sums = np.zeros((resamples, totals.shape[1]))
+    for times, row in zip(drawn.T, totals, strict=True):
+        sums += times[:, None] * row
+    return sums
 
 
 def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denominator: int) -> Resampled | None:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Window:
         return self.steps[:, STEP_COLUMNS.index("seconds")]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StepTable:
     """Step samples of every rank, ordered by step and within a step as recorded.
 
@@ -72,6 +73,23 @@ class StepTable:
     order: NDArray[np.intp]
     steps: tuple[int, ...]
     bounds: tuple[int, ...]
+
+    @cached_property
+    def width(self) -> int | None:
+        """The number of rows of each step, if all have as many."""
+        counts = np.diff(self.bounds)
+        return int(counts[0]) if len(counts) and counts.min() == counts.max() else None
+
+    @cached_property
+    def starts(self) -> NDArray[np.intp]:
+        """The first row of each step."""
+        return np.asarray(self.bounds[:-1], dtype=np.intp)
+
+    def largest(self, values: Array) -> Array:
+        """The largest of the rows of each step, by column."""
+        if self.width:
+            return np.asarray(values.reshape(-1, self.width, *values.shape[1:]).max(axis=1))
+        return np.asarray(np.maximum.reduceat(values, self.starts))
 
     def numbers(self, field: str) -> Array:
         """One value per row; missing is NaN."""
@@ -97,23 +115,38 @@ class StepTable:
     def totals(self, values: NDArray[Any]) -> NDArray[Any]:
         """The sum over the rows of each step, added one after the other: NumPy and newer versions of Python add floats
         in other orders, which changes the last digit."""
-        counts = np.diff(self.bounds)
-        if not len(counts):
+        if not self.steps:
             return values[:0]
-        width = int(counts.max())
-        if counts.min() == width:
-            rows = values.reshape(len(counts), width)
+        if self.width:
+            rows = values.reshape(-1, self.width)
         else:
-            rows = np.zeros((len(counts), width), values.dtype)
-            rows[np.arange(width) < counts[:, None]] = values
+            counts = np.diff(self.bounds)
+            rows = np.zeros((len(counts), counts.max()), values.dtype)
+            rows[np.arange(counts.max()) < counts[:, None]] = values
         return np.asarray(np.cumsum(rows, axis=1)[:, -1])
+
+    @cached_property
+    def losses(self) -> Array:
+        """By step, the mean over all trained tokens: means of ranks weighted by the tokens in them. These are the label
+        tokens of a rank, or all its tokens if labels were not counted. NaN if no token was trained.
+
+        Two ranks with losses 2 and 4 over 30 and 10 tokens have a mean of 2.5.
+        """
+        labels, tokens = self.numbers("label_tokens"), self.numbers("tokens")
+        learned = np.where(np.isnan(labels), tokens, labels)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            total = self.totals(learned)
+            return np.where(total == 0, math.nan, self.totals(self.numbers("loss") * learned) / total)
 
     def counts(self, field: str) -> dict[Any, int]:
         """How many rows have each value."""
         column = self.series.column(field)
         if not isinstance(column, array):
             return Counter(self.values(field))
-        values, counts = np.unique(np.asarray(column)[self.order], return_counts=True)
+        known = np.asarray(column)[self.order]
+        if len(known) and (least := known.min()) == known.max():
+            return {least.item(): len(known)}
+        values, counts = np.unique(known, return_counts=True)
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
     def by_step(self, field: str) -> list[list[Any]]:
@@ -146,22 +179,9 @@ def _step_table(series: StepSeries, variant: int) -> StepTable:
     return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
 
 
-def global_losses(table: StepTable) -> Array:
-    """By step, the mean over all trained tokens: means of ranks weighted by the tokens in them. These are the label
-    tokens of a rank, or all its tokens if labels were not counted. NaN if no token was trained.
-
-    Two ranks with losses 2 and 4 over 30 and 10 tokens have a mean of 2.5.
-    """
-    labels, tokens = table.numbers("label_tokens"), table.numbers("tokens")
-    learned = np.where(np.isnan(labels), tokens, labels)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        total = table.totals(learned)
-        return np.where(total == 0, math.nan, table.totals(table.numbers("loss") * learned) / total)
-
-
 def first_and_last_loss(table: StepTable) -> tuple[float, float]:
     """Losses of the whole run, including warm-up; NaN without a step."""
-    losses = global_losses(table)
+    losses = table.losses
     return (float(losses[0]), float(losses[-1])) if len(losses) else (math.nan, math.nan)
 
 
@@ -223,19 +243,23 @@ def _step_rows(table: StepTable) -> Array:
     if not table.steps:
         return np.empty((0, len(STEP_COLUMNS) - 1))
     raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, *AMOUNTS)])
-    starts = table.bounds[:-1]
-    slowest, total = np.maximum.reduceat(raw, starts), np.add.reduceat(raw, starts)
+    slowest, total = table.largest(raw), np.add.reduceat(raw[:, -len(AMOUNTS) :], table.starts)
     seconds, phases = slowest[:, :1], slowest[:, 1 : 1 + len(PHASES)]
-    amounts = total[:, -len(AMOUNTS) :]
-    padding = amounts[:, AMOUNTS.index("positions")] - amounts[:, AMOUNTS.index("tokens")]
-    return np.column_stack([seconds, np.ones(len(starts)), amounts, padding, phases])
+    padding = total[:, AMOUNTS.index("positions")] - total[:, AMOUNTS.index("tokens")]
+    return np.column_stack([seconds, np.ones(len(total)), total, padding, phases])
 
 
 def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     """Step times of the rank with the longest window: they add up to wall time, unlike maxima over ranks."""
+    ranks, seconds = table.whole_numbers("rank"), table.numbers("duration_s")
+    if table.width and chosen.any():
+        by_step = ranks.reshape(-1, table.width)
+        if (by_step == by_step[0]).all() and len(np.unique(by_step[0])) == table.width:
+            own = seconds.reshape(-1, table.width)[chosen]
+            return own[:, np.argmax(own.sum(axis=0))]
     counts = np.diff(table.bounds)
     inside = np.repeat(chosen, counts)
-    ranks, seconds = np.asarray(table.values("rank"))[inside], np.asarray(table.values("duration_s"))[inside]
+    ranks, seconds = ranks[inside], seconds[inside]
     wall = np.full(int(chosen.sum()), math.nan)
     if not len(ranks):
         return wall

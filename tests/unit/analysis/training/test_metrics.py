@@ -10,7 +10,7 @@ import pytest
 
 from paceline.analysis.findings import Measurement
 from paceline.analysis.training import metrics
-from paceline.analysis.training.window import global_losses, open_window, step_table
+from paceline.analysis.training.window import open_window, step_table
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import Design
@@ -233,7 +233,7 @@ def test_global_loss_weighs_ranks_by_their_tokens(make_record: Builder, make_spe
             (0, 2, 5.0, 0, None),
         )
     ]
-    losses = global_losses(step_table(dataclasses.replace(make_record(make_spec(), 0.1), steps=steps)))
+    losses = step_table(dataclasses.replace(make_record(make_spec(), 0.1), steps=steps)).losses
     assert losses.tolist()[:2] == [1.75, 3.25]
     assert math.isnan(losses[2])
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.analysis.findings import Check
 from paceline.analysis.statistics.intervals import Array
-from paceline.analysis.training.window import StepTable, global_losses, step_table
+from paceline.analysis.training.window import StepTable, step_table
 from paceline.experiment.layout import Layout, layout_of
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
@@ -73,9 +73,8 @@ LOSS, NORM = "loss trajectory", "gradient norm"
 def compared_values(run: Observed, name: str) -> tuple[Array, NDArray[np.intp]]:
     """The values of a quantity, and where those of each step begin: one loss, or the norm of each rank."""
     if name == LOSS:
-        losses = np.fromiter(run.losses.values(), np.float64, len(run.losses))
-        return losses, np.arange(len(losses))
-    return run.norms, np.asarray(run.table.bounds[:-1], dtype=np.intp)
+        return run.table.losses, np.arange(len(run.losses))
+    return run.norms, run.table.starts
 
 
 def observe(record: RunRecord, variant: int = 0) -> Observed:
@@ -91,7 +90,7 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
         record,
         {o.rank: o.evidence for o in sorted(record.outcomes, key=lambda o: o.rank) if o.evidence},
         table,
-        dict(zip(table.steps, global_losses(table).tolist(), strict=True)),
+        dict(zip(table.steps, table.losses.tolist(), strict=True)),
         dict(zip(table.steps, table.totals(table.whole_numbers("tokens")).tolist(), strict=True)),
         dict(zip(table.steps, digests, strict=True)),
     )

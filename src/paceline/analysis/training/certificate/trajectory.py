@@ -41,9 +41,9 @@ def norms_agree(run: Observed, standard: Standard) -> Check | None:
         return None
     worst, at = 0.0, None
     if run.steps:
-        starts, known = run.table.bounds[:-1], np.isfinite(run.norms)
-        highest = np.maximum.reduceat(np.where(known, run.norms, -math.inf), starts)
-        lowest = np.minimum.reduceat(np.where(known, run.norms, math.inf), starts)
+        known = np.isfinite(run.norms)
+        highest = run.table.largest(np.where(known, run.norms, -math.inf))
+        lowest = -run.table.largest(np.where(known, -run.norms, -math.inf))
         # A step without any norm has none to compare.
         spread = np.where(highest < lowest, 0.0, (highest - lowest) / np.maximum(highest, 1e-30))
         index = int(spread.argmax())
