@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.analysis.statistics.verdict import BETWEEN_DAYS
 from paceline.analysis.training import memory, trust
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.goodput import goodput
+from paceline.errors import StoreError
 from paceline.host.processes import collection_paused
 from paceline.launchers.node import clock_offsets
 from paceline.prediction import stored
@@ -67,8 +69,13 @@ def _judged(launches: list[RunRecord]) -> Judged:
 
 def run_lines(run_dir: Path) -> list[str]:
     """One finished run: its settings, how it ended, its measurements and certificate. DamagedRunError if it is."""
+    with collection_paused():
+        return _run_lines(run_dir)
+
+
+def _run_lines(run_dir: Path) -> list[str]:
     record = store.read_run(run_dir)
-    group = [run for run in store.read_runs(run_dir.resolve().parent)[0] if run.spec.work == record.spec.work]
+    group = _beside(run_dir.resolve(), record)
     loads = verdicts.loads_of_run(record)
     lines = [
         *record_lines(record, certify_all(group).get(record.spec.run_id), trust.finding(record), loads),
@@ -81,6 +88,18 @@ def run_lines(run_dir: Path) -> list[str]:
     fitting = memory.advice(record)
     lines += [f"  {line}" for line in (advice_table.lines(fitting) if fitting else ())]
     return [safe_text.text(line) for line in lines]
+
+
+def _beside(run_dir: Path, record: RunRecord) -> list[RunRecord]:
+    """The runs of the same experiment and work, with this one, which was read already; only these are read."""
+    folders = []
+    for folder in store.run_dirs(run_dir.parent):
+        with contextlib.suppress(StoreError):
+            if folder == run_dir or store.read_spec(folder).work == record.spec.work:
+                folders.append(folder)
+    read = iter(store.read_each([folder for folder in folders if folder != run_dir]))
+    launches = [record if folder == run_dir else next(read) for folder in folders]
+    return store.newest(launch for launch in launches if isinstance(launch, RunRecord))[0]
 
 
 def comparison_of(

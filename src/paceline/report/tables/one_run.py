@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import Certificate, LaunchTrust
 from paceline.analysis.findings.served import LoadOfRun, ReplicaOfRun
 from paceline.host import links
 from paceline.results.records import RunRecord, TraceSample
+from paceline.results.samples import StepSeries
 from paceline.wording import MISSING, Scale, format_duration, format_parts, listed
 
 GIB = 2**30
@@ -43,10 +45,7 @@ def record_lines(
         if connected := links.summary(machine):
             yield f"    {connected}"
     # Once for all ranks: a run may have thousands.
-    losses: dict[int, list[float]] = {}
-    for step in record.steps if spec.serving is None else ():
-        if step.variant == 0:
-            losses.setdefault(step.rank, []).append(step.loss)
+    first, last, counts = _losses_by_rank(StepSeries.of(record.steps)) if spec.serving is None else ({}, {}, {})
     peaks: dict[int, int | None] = {}
     for m in record.memory:
         if m.moment == "steps":
@@ -56,11 +55,11 @@ def record_lines(
         if spec.serving is not None:
             yield f"  rank {outcome.rank}: {outcome.status}"
             continue
-        steps = losses.get(outcome.rank, [])
-        loss = f"loss {steps[0]:.4f} to {steps[-1]:.4f}" if steps else "no step"
+        rank, steps = outcome.rank, counts.get(outcome.rank, 0)
+        loss = f"loss {first[rank]:.4f} to {last[rank]:.4f}" if steps else "no step"
         peak_bytes = peaks.get(outcome.rank)
         memory = MISSING if peak_bytes is None else f"{peak_bytes / GIB:.2f} GiB"
-        yield f"  rank {outcome.rank}: {outcome.status}, {len(steps)} steps, {loss}, peak memory {memory}"
+        yield f"  rank {outcome.rank}: {outcome.status}, {steps} steps, {loss}, peak memory {memory}"
     for attempt in record.attempts:
         reason = f" ({attempt.reason})" if attempt.reason else ""
         lasted = format_duration(attempt.ended_at - attempt.submitted_at)
@@ -84,6 +83,21 @@ def record_lines(
         yield f"    {'ok  ' if check.ok else 'FAIL'}  {check.name:{width}}  {check.basis:8}  {check.observed}"
         if not check.ok:
             yield f"    {'':4}  {'':{width}}  {'expected':8}  {check.expected}"
+
+
+def _losses_by_rank(steps: StepSeries) -> tuple[dict[int, float], dict[int, float], Counter[int]]:
+    """The first and the last loss, and the number of steps, in the order of the records; without other variants."""
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    # By columns: a run of thousands of ranks has millions of steps, and an object for each takes most of the time.
+    ranks, losses = steps.column("rank"), steps.column("loss")
+    if any(steps.column("variant")):
+        kept = [variant == 0 for variant in steps.column("variant")]
+        ranks, losses = list(itertools.compress(ranks, kept)), list(itertools.compress(losses, kept))
+    for rank, loss in zip(ranks, losses, strict=True):
+        first.setdefault(rank, loss)
+        last[rank] = loss
+    return first, last, Counter(ranks)
 
 
 def _objections(certificate: Certificate | None, light: LaunchTrust | None, loads: Sequence[LoadOfRun]) -> list[str]:
