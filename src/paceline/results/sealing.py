@@ -31,6 +31,8 @@ READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|steps\.npy|outcome
 _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
 _GROWING = re.compile(r".*\.txt")
 _CHUNK = 1 << 20
+# The files of a run that is this large are checked by several threads.
+_THREADED_FROM_BYTES, _THREADS = 1 << 27, 2
 # Times of files are not finer than this: a file that changed so recently may change again without a trace in them.
 _SETTLED_NS = 2 * 10**9
 
@@ -133,9 +135,19 @@ def _check(run_dir: Path, body: Mapping[str, Any], keep: Keep | None, kept: re.P
         raise damaged(run_dir, f"{FILE} has no digests of the files")
     if body["seal"] != _own_digest(fields):
         raise damaged(run_dir, f"{FILE} was changed after the run ended")
-    return {
-        name: _check_file(run_dir, name, entry, keep if kept.fullmatch(name) else None) for name, entry in files.items()
-    }
+
+    def state_of(name: str) -> State:
+        return _check_file(run_dir, name, files[name], keep if kept.fullmatch(name) else None)
+
+    sizes = (entry.get("bytes") if isinstance(entry, dict) else 0 for entry in files.values())
+    if sum(size for size in sizes if type(size) is int) < _THREADED_FROM_BYTES:
+        return {name: state_of(name) for name in files}
+    # Not at the top: few runs are large.
+    from concurrent.futures import ThreadPoolExecutor
+
+    # Reading and hashing do not hold the interpreter's lock. The first damaged file in the order of the seal is named.
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(files, pool.map(state_of, files), strict=True))
 
 
 def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> State:

@@ -125,6 +125,17 @@ def test_a_file_that_grows_while_it_is_checked_is_damaged(run_dir: Path, monkeyp
     assert not kept
 
 
+def test_several_threads_check_a_large_run_as_one_does(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = store.read_run(run_dir)
+    monkeypatch.setattr(sealing, "_THREADED_FROM_BYTES", 0)
+    assert store.read_run(run_dir) == whole
+    for name in ("samples-1.jsonl", "outcome-1.json"):
+        _flipped(run_dir / name)
+    # The first in the order of the seal.
+    with pytest.raises(DamagedRunError, match=r"outcome-1\.json was changed"):
+        store.read_run(run_dir)
+
+
 def test_a_copy_under_another_name_is_no_second_run(run_dir: Path) -> None:
     shutil.copytree(run_dir, run_dir.with_name("other"))
     records, skipped = store.read_runs(run_dir.parent)
