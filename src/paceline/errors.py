@@ -16,6 +16,7 @@
 A run that fails is a record in the store, not an exception: only the worker turns one into the other.
 """
 
+import re
 from collections.abc import Iterable
 
 
@@ -92,37 +93,57 @@ def require(condition: bool, where: str, given: object, accepted: str) -> None:
     >>> require(3 < 2, "steps", 3, "a number below 2")
     Traceback (most recent call last):
     paceline.errors.RequestError: steps: got 3, expected a number below 2.
+    >>> require(False, "method", "qlorra", "full, lora or qlora")
+    Traceback (most recent call last):
+    paceline.errors.RequestError: method: got 'qlorra', expected full, lora or qlora. Did you mean 'qlora'?
     """
     if not condition:
-        raise RequestError(f"{where}: got {shown(given)}, expected {accepted}.")
+        names = re.split(r", | or ", accepted)
+        hint = did_you_mean(given, names, CLOSE) if isinstance(given, str) and len(names) > 1 else ""
+        raise RequestError(f"{where}: got {shown(given)}, expected {accepted}.{hint}")
 
 
 LONGEST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """The value as an error message repeats it: at most 200 characters, however large it is.
+    """The value as an error message repeats it: at most 200 characters, however large it is; None is "nothing".
 
     >>> shown("a"), shown("a" * 1000)[-21:]
     ("'a'", '... (1002 characters)')
     """
     try:
-        text = repr(value)
+        text = "nothing" if value is None else repr(value)
     except (ValueError, RecursionError):
         # Python refuses to print numbers of more than 4300 digits.
         text = f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message that suggests the closest known name; empty if none is close.
+# How alike a value must be to a name of a list to suggest it: `ful` is `full` (0.86), `tpu` is not `cpu` (0.67).
+CLOSE = 0.75
+# What other tools call things that have another name here.
+OTHER_NAMES = {"k8s": "kubernetes", "kube": "kubernetes", "gpu": "cuda", "fp8": "float8", "float32": "fp32"}
+OTHER_NAMES |= {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "hf": "transformers", "tgi": "openai"}
+
+
+def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The end of an error message that suggests a known name: one that begins so, or the closest; empty if none is.
 
     >>> did_you_mean("quik", ["quick", "scaling"])
     " Did you mean 'quick'?"
-    >>> did_you_mean("pdf", ["html", "json"])
+    >>> did_you_mean("gpt2", ["gpt3-2.7b", "gpt2-124m", "gpt2-350m"])
+    " Did you mean 'gpt2-124m'?"
+    >>> did_you_mean("k8s", ["kubernetes", "slurm"])
+    " Did you mean 'kubernetes'?"
+    >>> did_you_mean("--format", ["--out", "--set"]) + did_you_mean("pdf", ["html", "json"])
     ''
     """
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    # The dashes of an option are no likeness.
+    names = {each.lstrip("-"): each for each in reversed(list(known))}
+    word = OTHER_NAMES.get(name.lower(), name).lstrip("-")
+    first = [each for each in reversed(names) if len(word) > 2 and each.startswith(word)]
+    close = first or difflib.get_close_matches(word, names, n=1, cutoff=likeness)
+    return f" Did you mean {names[close[0]]!r}?" if close else ""

@@ -81,7 +81,7 @@ def replay(arguments: argparse.Namespace) -> int:
     from paceline.results.launches import read_experiment
 
     out: Path = arguments.out
-    require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file written by `paceline capsule`")
+    require(arguments.capsule.is_file(), "replay", str(arguments.capsule), "a file written by `paceline capsule`")
     stored, skipped = read_experiment(arguments.capsule)
     request = replaying.request(
         stored,

@@ -156,7 +156,12 @@ def _without_speed(arguments: argparse.Namespace) -> bool:
     from paceline.report.terminal import Fitted
 
     for name in ("model", "gpu"):
-        require(bool(getattr(arguments, name)), f"--{name}", getattr(arguments, name) or "", "a name")
+        require(
+            bool(getattr(arguments, name)),
+            f"--{name}",
+            getattr(arguments, name),
+            f"a name from `paceline list {name}s`",
+        )
     if arguments.gpu.casefold() == hardware.CPU:
         return False
     try:

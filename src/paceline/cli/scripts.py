@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,15 @@ def add_verbs(verbs: Any) -> None:
 def measure(arguments: argparse.Namespace) -> int:
     """Write the experiment file of the command and run it. A failed script gives its own exit code."""
     command = [word for number, word in enumerate(arguments.command) if number or word != "--"]
-    require(bool(command), "measure", " ".join(arguments.command), "a command behind --, such as -- python train.py")
+    require(bool(command), "measure", None, "a command behind --, such as -- python train.py")
+    # The script itself, or the one behind `python`: what an option of another program means is not known.
+    script = next((word for word in command[:2] if word.endswith(".py") and "{" not in word), None)
+    require(
+        script is None or Path(script).is_file(), "measure", script, "a script that exists, seen from this directory"
+    )
+    if command[0] != "-m" and not command[0].endswith(".py"):
+        is_program = "{" in command[0] or shutil.which(command[0]) is not None
+        require(is_program, "measure", command[0], "a program on the PATH, or a .py file")
     source = write_experiment(command, arguments)
     code = run_experiment(
         argparse.Namespace(

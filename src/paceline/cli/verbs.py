@@ -50,6 +50,13 @@ class Parser(argparse.ArgumentParser):
             message = message.removeprefix("argument ")
         raise RequestError(f"{message} See `{self.prog} --help`.")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """As argparse does, but an empty path is an error: `Path("")` is the current directory."""
+        if action.type is Path and not arg_string:
+            where = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+            self.error(f"{where}: got '', expected a path.")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             where = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest).lower()
@@ -63,7 +70,8 @@ class Parser(argparse.ArgumentParser):
             known = {*self._option_string_actions} if left[0].startswith("-") else {""}
             kind = "option" if left[0].startswith("-") else "argument"
             verb = self.prog.partition(" ")[2] or self.prog
-            self.error(f"{verb}: got the unknown {kind} {left[0]!r}.{did_you_mean(left[0].partition('=')[0], known)}")
+            start = "" if verb == self.prog else f"{verb}: "
+            self.error(f"{start}got the unknown {kind} {left[0]!r}.{did_you_mean(left[0].partition('=')[0], known)}")
         return result, left
 
     def format_help(self) -> str:

@@ -20,8 +20,10 @@ MOST_BRACKETS = 100
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-4 is a number, as people expect (YAML 1.1 requires 1.0e-4). It refuses what would take long
-    to read or to build: many open brackets, numbers of many digits, and aliases of aliases."""
+    """Safe YAML in which 1e-4 is a number, as people expect (YAML 1.1 requires 1.0e-4).
+
+    It refuses what would take long to read or to build (many open brackets, numbers of many digits, aliases of
+    aliases), and a key that occurs twice."""
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
         if self.flow_level >= MOST_BRACKETS:
@@ -44,11 +46,22 @@ def _expanded(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
     if id(node) in above:
         raise yaml.YAMLError("an alias that contains itself")
     if id(node) not in sizes:
+        if isinstance(node, yaml.MappingNode):
+            _require_keys_once(node)
         above.add(id(node))
         parts = (part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,)))
         sizes[id(node)] = 1 + sum(_expanded(part, sizes, above) for part in parts)
         above.discard(id(node))
     return sizes[id(node)]
+
+
+def _require_keys_once(node: yaml.MappingNode) -> None:
+    """PyYAML would take the last value of a key that occurs twice, without a word."""
+    seen = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            raise yaml.MarkedYAMLError(None, None, f"{key.value!r} occurs twice", key.start_mark)
+        seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
 
 
 Loader.add_implicit_resolver(
@@ -101,7 +114,8 @@ def _text_of(path: Path, where: str) -> str:
             raise RequestError(f"{where}: got more than {MOST_FILE_BYTES // 2**20} MiB, expected a YAML file.")
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{where} cannot be read ({error}).") from None
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise RequestError(f"{where} cannot be read ({reason}), expected a YAML file.") from None
 
 
 # What a file contains instead of a mapping.
@@ -123,9 +137,11 @@ def _parse(text: str, where: str, content: str = "name, base and matrix") -> dic
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        text = " ".join(str(error).split())
+        mark = getattr(error, "problem_mark", None)
+        text = " ".join(str(getattr(error, "problem", None) or error).split())
         text = text if len(text) <= 2 * LONGEST_SHOWN else f"{text[: 2 * LONGEST_SHOWN]}..."
-        raise RequestError(f"{where}: not valid YAML ({text})") from None
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise RequestError(f"{where}{line}: not valid YAML: {text}.") from None
     if not isinstance(value, dict):
         given = _CONTENTS.get(type(value), "one value")
         raise RequestError(f"{where}: got {given}, expected a mapping with {content}.")

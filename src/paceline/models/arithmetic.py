@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, did_you_mean
 from paceline.experiment import plugins
 from paceline.models.hf_config import read_shape, read_vocabulary, unknown_shape
 from paceline.models.shape import ALIASES, FAMILIES, SETTABLE, accepted_by, require_field
@@ -62,12 +62,14 @@ _shapes: dict[tuple[str, str], Shape] = {}
 
 def _named(choice: Named) -> Shape:
     if choice.name not in _rows():
-        raise RequestError(_unknown("model", choice.name, names()) + " `paceline list models` shows all.")
+        hint = did_you_mean(choice.name, names())
+        raise RequestError(f"model: got {choice.name!r}, expected a name from `paceline list models`.{hint}")
     row = dict(_rows()[choice.name])
     options = {ALIASES.get(option, option): value for option, value in choice.options.items()}
     for option in options:
         if option not in SETTABLE:
-            raise RequestError(_unknown(f"option of model {choice.name}", option, SETTABLE, whole_list=True))
+            hint = did_you_mean(option, SETTABLE)
+            raise RequestError(f"option of model {choice.name}: got {option!r}, expected {', '.join(SETTABLE)}.{hint}")
     if choice.options:
         row = {**row, **options, "published_parameters": None}
     # The defaults of its family, and fields that follow from heads and hidden.
@@ -108,15 +110,6 @@ def beyond_context(shape: Shape, name: str, length: int) -> str | None:
     if length <= shape.context or shape.positions == "learned":
         return None
     return f"the sequence length {length} exceeds the {shape.context} positions of {name}"
-
-
-def _unknown(what: str, given: str, known: tuple[str, ...], *, whole_list: bool = False) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
-    accepted = known if whole_list or not close else close
-    example = "" if whole_list else "for example "
-    return f"{what}: got {given!r}, expected {example}{', '.join(accepted)}."
 
 
 # --- parameters ---
@@ -274,7 +267,7 @@ COLLECTIVES = tuple(_WIRE_FACTORS)
 def wire_factor(operation: str, group_size: int) -> float:
     """busbw = S/t * factor, and bytes on the wire = S * factor (nccl-tests, PERFORMANCE.md); 0 for a group of one."""
     if operation not in _WIRE_FACTORS:
-        raise RequestError(_unknown("collective", operation, tuple(_WIRE_FACTORS), whole_list=True))
+        raise RequestError(f"collective: got {operation!r}, expected {', '.join(_WIRE_FACTORS)}.")
     return _WIRE_FACTORS[operation](group_size) if group_size > 1 else 0.0
 
 

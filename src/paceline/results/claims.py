@@ -56,7 +56,10 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, str]]]:
     try:
         lines = document_of(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"import: got {str(path)!r}, which cannot be read ({error}), expected a CSV file.") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RequestError(
+            f"import: got {str(path)!r}, which cannot be read ({reason}), expected a CSV file."
+        ) from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     table = list(csv.reader(line for _, line in numbered))
     header = table[0] if table else []

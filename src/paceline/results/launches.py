@@ -31,7 +31,9 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
 def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple[list[RunRecord], list[str], list[T]]:
     """As `read_launches`, and what `judge` says about parts of the launches (`store.read_judged`)."""
     if not directory.exists():
-        raise RequestError(f"got {str(directory)!r}, which does not exist; expected a results directory or capsule.")
+        raise RequestError(
+            f"results: got {str(directory)!r}, which does not exist; expected a results directory or capsule."
+        )
     judged: list[T] = []
     if directory.is_dir():
         launches, skipped, judged = store.read_judged(directory, judge)
@@ -41,5 +43,7 @@ def read_judged(directory: Path, judge: Callable[[list[RunRecord]], T]) -> tuple
         references, unreadable = capsule.references_beside(directory, launches[0])
         launches, skipped = [*launches, *references], [*skipped, *unreadable]
     if not launches and not skipped:
-        raise RequestError(f"got {str(directory)!r}, which contains no runs; expected a directory from `paceline run`.")
+        raise RequestError(
+            f"results: got {str(directory)!r}, which contains no runs; expected a directory from `paceline run`."
+        )
     return launches, skipped, judged

@@ -53,6 +53,19 @@ WRONG = {
     "unknown part of a design": (["run", "design.yaml"], "got the field 'design.factor', expected a known field. Did"),
     "unknown group": (["run", "mine.yaml", "--set", "stratgy.stage=3"], "Did you mean 'strategy'?"),
     "a field like no other": (["run", "mine.yaml", "--set", "qqqqq=1"], "expected one of workload, model, strategy"),
+    "a model that is spelt otherwise": (["run", "mine.yaml", "--set", "model=gpt2"], "Did you mean 'gpt2-124m'?"),
+    "another tool's name": (["run", "mine.yaml", "--launcher", "k8s"], "Did you mean 'kubernetes'?"),
+    "a name from a list": (["run", "mine.yaml", "--set", "checkpointing=ful"], "Did you mean 'full'?"),
+    "no path": (["run", "mine.yaml", "--out", ""], "--out: got '', expected a path"),
+    "no directory": (["report", ""], "DIR: got '', expected a path"),
+    "a key twice": (["run", "twice.yaml"], "twice.yaml, line 2, column 19: not valid YAML: 'steps' occurs twice"),
+    "a tab in a file": (["run", "tab.yaml"], "tab.yaml, line 2, column 1: not valid YAML: found character"),
+    "a file of bytes": (["run", "binary.yaml"], "cannot be read (it is not UTF-8 text), expected a YAML file"),
+    "a mapping that is a number": (["run", "mine.yaml", "--set", "warmup=3"], "expected a mapping with minimum, max"),
+    "no script": (["measure", "--", "absent.py"], "measure: got 'absent.py', expected a script that exists"),
+    "no program": (["measure", "--", "absent", "x"], "measure: got 'absent', expected a program on the PATH"),
+    "no model to predict": (["predict"], "--model: got nothing, expected a name from `paceline list models`"),
+    "an option like no other": (["plan", "mine.yaml", "--format", "x"], "plan: got the unknown option '--format'. See"),
     "zero3": (["run", "mine.yaml", "--set", "strategy=zero3"], "Did you mean 'zero:stage=3'?"),
     "wrong type": (["run", "mine.yaml", "--set", "steps=lots"], "steps: got 'lots'"),
     "wrong value": (["run", "mine.yaml", "--set", "steps=0"], "steps: got 0"),
@@ -141,6 +154,8 @@ def test_a_wrong_request_is_one_line_exit_code_2_and_nothing_on_disk(
     (here / "part.yaml").write_text("name: part\nmatrxi: {strategy: [ddp]}")
     (here / "design.yaml").write_text("name: design\ndesign: {factor: {strategy: [ddp]}}")
     (here / "nested.yaml").write_text("[" * 10_000)
+    (here / "twice.yaml").write_text("name: twice\nbase: {steps: 10, steps: 20}")
+    (here / "tab.yaml").write_text("name: tab\n\tbase: {}")
     before = files(here)
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()

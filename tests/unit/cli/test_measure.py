@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,16 @@ def test_measure_hands_over_every_option_that_run_has(tmp_path: Path, monkeypatc
         return 0
 
     monkeypatch.setattr(scripts, "run_experiment", note)
-    words = ["measure", "--out", str(tmp_path), "--repeats", "2", "-v", "--", "python", "train.py", "-v"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    words = ["measure", "--out", str(tmp_path), "--repeats", "2", "-v", "--", sys.executable, "train.py", "-v"]
     assert command.main(words) == 0
     (given,) = seen
     known = vars(command.parser("run").parse_args(["run", given.experiment]))
     assert set(known) - set(vars(given)) == {"call"}
     assert given.verbose
     document = yaml.safe_load((tmp_path / "train.yaml").read_text())
-    assert document["base"]["command"] == ["python", "train.py", "-v"]
+    assert document["base"]["command"] == [sys.executable, "train.py", "-v"]
     assert document["repeats"] == 2
 
 

@@ -416,7 +416,7 @@ def test_a_complete_campaign_says_so(tmp_path: Path, make_spec: Make, make_run: 
 
 
 def test_an_empty_folder_has_no_run_yet(tmp_path: Path) -> None:
-    assert folder_lines(tmp_path) == ([f"{tmp_path}: no runs yet"], False)
+    assert folder_lines(tmp_path) == ([f"{tmp_path}: no runs yet. Begin with `paceline start`."], False)
 
 
 def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(

@@ -26,7 +26,11 @@ def folder_lines(out: Path) -> tuple[list[str], bool]:
     views = campaigns(out, planned)
     lines = [line for view in views for line in view_lines(view)]
     lines += [safe_text.text(line) for schedule in planned for line in schedules.lines(schedule)] + unreadable
-    return lines or [f"{out}: no runs yet"], any(view.running for view in views)
+    return lines or [_nothing(out)], any(view.running for view in views)
+
+
+def _nothing(out: Path) -> str:
+    return f"{out}: no runs yet. Begin with `paceline start`."
 
 
 def campaigns(out: Path, planned: Sequence[agenda.ScheduleView]) -> list[CampaignView]:
@@ -92,7 +96,7 @@ def screen(out: Path) -> tuple[RenderableType, bool]:
     parts = [part for view in views for part in _panel(view)]
     lines = (*(line for schedule in planned for line in schedules.lines(schedule)), *unreadable)
     parts += [Text(safe_text.text(line), no_wrap=True, overflow="ellipsis") for line in lines]
-    return Group(*parts) if parts else Text(f"{out}: no runs yet"), any(view.running for view in views)
+    return Group(*parts) if parts else Text(_nothing(out)), any(view.running for view in views)
 
 
 def _panel(view: CampaignView) -> Sequence[RenderableType]:

@@ -257,7 +257,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a variable that is none": ({"env": {"A B": "x"}}, "variable names"),
     "half a secret": ({"secret_env": {"HF_TOKEN": {"secret": "hub"}}}, "{secret: NAME, key: KEY}"),
     "an image of two words": ({"image": "a b"}, "kubernetes.image: got 'a b'"),
-    "no image": ({"image": None}, "kubernetes.image: got None, expected the name of an image"),
+    "no image": ({"image": None}, "kubernetes.image: got nothing, expected the name of an image"),
 }
 
 
