@@ -225,7 +225,7 @@ def plan(arguments: argparse.Namespace) -> int:
     total = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     print_hanging(screen, f"{total}; results in {arguments.out}", 2)
     if predicted:
-        print_hanging(screen, f"in total {_forecast_text(list(predicted.values()), price)}", 2)
+        print_hanging(screen, _forecast_text(list(predicted.values()), price), 2)
     elif ahead:
         print_hanging(screen, f"in total {forecast.total_text(ahead.values(), price)}", 2)
     return OK
@@ -239,7 +239,9 @@ def _expected(
     from paceline.campaign.run.controller import references_of, unsupported
     from paceline.results.campaign_file import EndedRun, read_end
 
-    runs = [spec for spec in (*references_of(specs).values(), *specs) if not unsupported(spec)]
+    # What a prediction for another GPU is about cannot run here.
+    wanted = (*references_of(specs).values(), *specs)
+    runs = [spec for spec in wanted if spec.run_id in predicted or not unsupported(spec)]
     runs, out = [spec for spec in runs if not _is_reused(spec, arguments)], arguments.out
     ended: dict[str, EndedRun] = {}
     for spec in runs:
@@ -280,18 +282,28 @@ def _print_cells(
     from paceline.campaign.run.controller import leads_on, unsupported
     from paceline.cli import plans
 
+    reasons = {spec.run_id: reason for spec in runs if (reason := unsupported(spec))}
+    is_one_reason = len(set(reasons.values())) == 1
+    reused: list[RunSpec] = []
+
     def state_of(spec: RunSpec) -> str:
-        reason = unsupported(spec)
-        more = "; more runs may follow" if leads_on(spec) and not reason else ""
+        if (reason := reasons.get(spec.run_id)) is not None:
+            return "unsupported" if is_one_reason else f"unsupported: {reason}"
         state = _state(out / spec.experiment / spec.run_id)
-        state = "reused from an earlier campaign" if state != "finished" and _is_reused(spec, arguments) else state
-        return f"unsupported: {reason}" if reason else f"{state}{more}"
+        if state != "finished" and _is_reused(spec, arguments):
+            reused.append(spec)
+            return "reused"
+        return f"{state}; more runs may follow" if leads_on(spec) else state
 
     out: Path = arguments.out
     found = plans.table(runs, state_of, _state_bytes, ahead, price)
     if found is not None:
         screen.print(report.drawn([found]))
     remarks = [remark for spec in runs for remark in _remarks(spec, out / spec.experiment / spec.run_id)]
+    if is_one_reason:
+        remarks.insert(0, f"unsupported: {next(iter(reasons.values()))}")
+    if reused:
+        remarks.insert(0, "reused: an earlier campaign computed an equal reference; --no-cache computes it again")
     outlines = [_describe(spec) for spec in runs if not spec.is_trained or spec.script is not None]
     for remark in dict.fromkeys((*outlines, *remarks)):
         print_hanging(screen, remark, 2)
@@ -358,7 +370,7 @@ def _price(text: str | None) -> float | None:
 
 
 def _forecast_text(found: Sequence[Forecast], usd_per_gpu_hour: float | None) -> str:
-    """`predicted: step 0.42 s (0.33 to 0.53), about 3 min, 0.12 USD`; several runs without the step."""
+    """`predicted: step 0.42 s (0.33 to 0.53), about 3 min, 0.12 USD`; of several runs the total."""
     from paceline.wording import format_duration
 
     step = ""
@@ -368,7 +380,7 @@ def _forecast_text(found: Sequence[Forecast], usd_per_gpu_hour: float | None) ->
     total, low, high = (sum(getattr(one, name) for one in found) for name in ("seconds", "low_s", "high_s"))
     usd = "" if usd_per_gpu_hour is None else f", {sum(one.usd(usd_per_gpu_hour) for one in found):.2f} USD"
     return (
-        f"predicted{'' if len(found) == 1 else f' of {len(found)} runs'}: {step}about {format_duration(total)} "
+        f"predicted{'' if len(found) == 1 else ' in total'}: {step}about {format_duration(total)} "
         f"({format_duration(low)} to {format_duration(high)}){usd}"
     )
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.experiment.spec import RunSpec
 
 FINISHED = "finished"
+LONGEST_WORDS = 20
 AT_MOST = "\u2264 "
 
 
@@ -78,7 +79,8 @@ def table(
         (numeric("state, GiB", 2), memory),
         (numeric("time, min"), minutes),
         (numeric("cost, USD"), usd),
-        (Column("to do", prose=True), state),
+        # Reasons are sentences.
+        (Column("status", prose=any(len(state(runs).text) > LONGEST_WORDS for runs in cells)), state),
     )
     made = filled("Plan", cells, columns)
     if made is None:

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 # Widths of a column of sentences, tried in this order; None is unlimited.
 WORDS = (None, 56, 48, 40, 34, 28, 24)
+# The least width of the names of rows beside numbers.
+NAMES = 18
 # Widths of other columns of words and of headings, tried if that does not suffice: no word is broken.
 TIGHT = (24, 18, 12)
 # Shorter headings stay on one line.
 SHORT_HEADING = 8
-# A table of so many rows is transposed and keeps every column; longer ones leave out the least important instead.
+# A table of so many rows is transposed and keeps every column. One of up to MOST_ROWS becomes a card per row; longer
+# ones leave out the least important columns instead.
 MOST_TRANSPOSED = 12
 # Of a transposed table: the least width of a column, and the largest of the names before them.
 NARROWEST, LONGEST_NAME = 12, 20
@@ -131,8 +134,8 @@ def drawn(found: Iterable[Table]) -> RenderableType:
 class Fitted:
     """A table that wraps its sentences, then its other words, then shortens its intervals.
 
-    If it still does not fit the console, it is transposed; a long table drops its least important columns instead. What
-    then does not fit, and sentences, are a card per row.
+    If it still does not fit the console, it is transposed, or a card per row if it has sentences or many rows. A very
+    long table drops its least important columns instead.
     """
 
     def __init__(self, table: Table) -> None:
@@ -158,7 +161,7 @@ class Fitted:
             keep.remove(spare)
         gone = [column.name for i, column in enumerate(self.table.columns) if i not in keep]
         is_short = len(self.table.rows) <= MOST_TRANSPOSED
-        if fitting is not None and not (gone and is_short):
+        if fitting is not None and not (gone and len(self.table.rows) <= MOST_ROWS):
             yield fitting
         else:
             by_card = self.has_sentences or not is_short
@@ -177,8 +180,8 @@ class Fitted:
         from rich.measure import Measurement
 
         # Words beside sentences are not broken: those need the room themselves.
-        tighter = () if self.has_sentences else TIGHT
-        for words, tight in (*((words, None) for words in WORDS), *((WORDS[-1], tight) for tight in tighter)):
+        tighter = () if self.has_sentences else ((NAMES, None), *((WORDS[-1], tight) for tight in TIGHT))
+        for words, tight in (*((words, None) for words in WORDS), *tighter):
             drawn = _draw(self.table, keep, words, tight)
             if Measurement.get(console, options.update(width=10_000), drawn).maximum <= options.max_width:
                 return drawn

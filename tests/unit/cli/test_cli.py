@@ -235,6 +235,21 @@ def test_a_plan_is_a_table_of_cells(here: Path, make_run: Make, capsys: pytest.C
     assert "3 cells, 6 runs, 1 reference run; results in results" in text
 
 
+def test_a_plan_for_another_gpu_has_minutes_and_one_reason(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot run here is predicted for the GPU that was named; a reason that all cells share is printed once."""
+    settings = ("device=cuda", "processes=8", "model=llama-1b", "precision=bf16", "steps=400")
+    there = [word for setting in settings for word in ("--set", setting)]
+    assert cli.main(["plan", "mine.yaml", "--gpu", "h100", "--price", "2", *there]) == 0
+    text = capsys.readouterr().out
+    assert text.count("8 processes need 8 GPUs") == 1
+    rows = [line.split() for line in text.splitlines() if line.endswith("unsupported ")]
+    assert len(rows) == 3
+    for row in rows:
+        minutes, usd = map(float, row[-3:-1])
+        assert usd == pytest.approx(minutes / 60 * 8 * 2, rel=0.15), "both are rounded"
+    assert "predicted in total: about" in text
+
+
 def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
     words = [word for setting in asked for word in ("--set", setting)]

@@ -175,6 +175,20 @@ def test_alike_devices_are_told_once() -> None:
     }
 
 
+def test_a_table_of_some_rows_loses_no_column() -> None:
+    """Up to MOST_ROWS rows become cards where a table is too narrow; only longer tables leave columns out."""
+    columns = (Column("what", prose=True), *(numeric(f"component-{i}", 3) for i in range(8)))
+
+    def lines(rows: int) -> str:
+        made = [(Cell(f"cell {i}"), *(Cell(f"{i}.{j}") for j in range(8))) for i in range(rows)]
+        return printed(terminal.Fitted(Table("Memory", columns, tuple(made))), 80)
+
+    kept = lines(terminal.MOST_ROWS)
+    assert "Too narrow" not in kept
+    assert all(f"component-{j} {i}.{j}" in " ".join(kept.split()) for i in range(16) for j in range(8))
+    assert "Too narrow to show: " in lines(terminal.MOST_ROWS + 1)
+
+
 def printed(renderable: object, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
