@@ -98,8 +98,10 @@ def require(condition: bool, where: str, given: object, accepted: str) -> None:
     paceline.errors.RequestError: method: got 'qlorra', expected full, lora or qlora. Did you mean 'qlora'?
     """
     if not condition:
-        names = re.split(r", | or ", accepted)
-        hint = did_you_mean(given, names, CLOSE) if isinstance(given, str) and len(names) > 1 else ""
+        names = [name for name in re.split(r", | or ", accepted) if " " not in name]
+        hint = (
+            did_you_mean(given, names, CLOSE) if isinstance(given, str) and " " not in given and len(names) > 1 else ""
+        )
         raise RequestError(f"{where}: got {shown(given)}, expected {accepted}.{hint}")
 
 
@@ -121,7 +123,7 @@ def shown(value: object) -> str:
 
 
 # How alike a value must be to a name of a list to suggest it: `ful` is `full` (0.86), `tpu` is not `cpu` (0.67).
-CLOSE = 0.75
+CLOSE = 0.8
 # What other tools call things that have another name here.
 OTHER_NAMES = {"k8s": "kubernetes", "kube": "kubernetes", "gpu": "cuda", "fp8": "float8", "float32": "fp32"}
 OTHER_NAMES |= {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "hf": "transformers", "tgi": "openai"}
