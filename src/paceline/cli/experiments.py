@@ -307,14 +307,18 @@ def _print_cells(
     outlines = [_describe(spec) for spec in runs if not spec.is_trained or spec.script is not None]
     for remark in dict.fromkeys((*outlines, *remarks)):
         print_hanging(screen, remark, 2)
+    layouts = {
+        f"{spec.strategy} on {spec.topology.world_size} ranks": lines for spec in runs if (lines := _layout(spec))
+    }
+    for name, lines in layouts.items():
+        for line in (f"{name}:", *(f"  {line}" for line in lines)):
+            print_hanging(screen, line, 4)
 
 
 def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
-    """A sequence beyond the context, the layout of the ranks, and what would fit after an earlier out of memory."""
+    """A sequence beyond the context, and what would fit after an earlier out of memory."""
     from paceline.analysis.training import memory
-    from paceline.campaign.run.controller import unsupported
     from paceline.errors import StoreError
-    from paceline.experiment.layout import declared_layout
     from paceline.models import arithmetic
     from paceline.report.tables.advice import lines
     from paceline.results import store
@@ -323,14 +327,23 @@ def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
     if spec.is_trained and spec.script is None:
         shape, length = arithmetic.load(spec.model), spec.training.sequence_length
         remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
-        layout = declared_layout(spec)
-        if layout is not None and not unsupported(spec):
-            remarks += layout.picture(shape.layers, shape.experts or 0)
     with contextlib.suppress(StoreError):
         # A run that ended out of memory before comes with the settings that would fit.
         fitting = memory.advice(store.read_run(run_dir))
         remarks += lines(fitting) if fitting else ()
     return [remark for remark in remarks if remark]
+
+
+def _layout(spec: RunSpec) -> list[str]:
+    """A line per rank with what it holds, if the strategy lays a model out over ranks."""
+    from paceline.campaign.run.controller import unsupported
+    from paceline.experiment.layout import declared_layout
+    from paceline.models import arithmetic
+
+    if not spec.is_trained or spec.script is not None or unsupported(spec):
+        return []
+    layout, shape = declared_layout(spec), arithmetic.load(spec.model)
+    return [] if layout is None else list(layout.picture(shape.layers, shape.experts or 0))
 
 
 def _print_runs(
@@ -347,7 +360,7 @@ def _print_runs(
         note += "; more runs may follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         forecast = [_forecast_text([predicted[spec.run_id]], price)] if spec.run_id in predicted else []
-        for remark in (_describe(spec), *_remarks(spec, run_dir), *forecast):
+        for remark in (_describe(spec), *_remarks(spec, run_dir), *_layout(spec), *forecast):
             print_hanging(screen, f"    {remark}", 6)
         # A command is one line on a terminal too, to be copied.
         print_plain(screen, f"    {load('launchers', spec.launcher.name).prepare(spec, run_dir)}")

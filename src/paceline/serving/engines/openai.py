@@ -162,7 +162,8 @@ def _models(url: str, secret: str | None, certificates: str | None) -> list[str]
         # Without the error text of other errors: it may quote what was sent, and the key with it.
         why = "does not answer with JSON"
         if isinstance(error, OSError):
-            why = f"does not answer ({getattr(error, 'reason', error)})"
+            reason = getattr(error, "reason", error)
+            why = f"does not answer ({getattr(reason, 'strerror', None) or reason})"
         elif isinstance(error, http.client.HTTPException):
             why = f"does not speak HTTP ({type(error).__name__})"
         raise UnsupportedError(f"{url} {why}; try: curl -i {url}/v1/models") from None

@@ -6,7 +6,7 @@ import math
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -155,6 +155,11 @@ def checked(name: str, expected: str, problems: Sequence[str], observed: str) ->
     """Passes without problems. `observed` is the text of a pass, the first problems that of a failure."""
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
+
+
+def on_ranks(ranks: Sized) -> str:
+    """What a check observed that found these ranks equal."""
+    return f"equal on {len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
 
 
 def silent_ranks(run: Observed) -> list[str]:

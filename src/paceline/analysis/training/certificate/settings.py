@@ -13,6 +13,7 @@ from paceline.analysis.training.certificate.observed import (
     Standard,
     checked,
     in_words,
+    on_ranks,
     silent_ranks,
     trained_count,
 )
@@ -103,7 +104,7 @@ def parameter_groups(run: Observed, standard: Standard) -> Check | None:
     if not any(0 <= total - times * whole <= BYTES_TOLERANCE * count for times in range(1, len(observed) + 1)):
         problems.append(f"{total:,} weights stepped over all ranks of {count:,}")
     expected = f"{'; or '.join(map(in_words, allowed))}, for all {count:,} weights"
-    return checked("parameter groups", expected, problems, f"equal on {len(observed)} ranks")
+    return checked("parameter groups", expected, problems, on_ranks(observed))
 
 
 def _stepped(observed: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
@@ -150,7 +151,7 @@ def precision_switches(run: Observed, standard: Standard) -> Check | None:
     problems = silent_ranks(run)
     for rank, flags in observed.items():
         problems += [f"{k} {flags.get(k)} on rank {rank}" for k, v in wanted.items() if flags.get(k) != v]
-    return checked("precision switches", in_words(wanted), problems, f"equal on {len(observed)} ranks")
+    return checked("precision switches", in_words(wanted), problems, on_ranks(observed))
 
 
 def debug_switches(run: Observed, standard: Standard) -> Check:

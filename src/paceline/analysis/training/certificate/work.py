@@ -12,6 +12,7 @@ from paceline.analysis.training.certificate.observed import (
     Observed,
     Standard,
     checked,
+    on_ranks,
     silent_ranks,
     steps_text,
     trained_count,
@@ -32,7 +33,7 @@ def frozen_weights(run: Observed, standard: Standard) -> Check | None:
     problems = silent_ranks(run)
     problems += [f"{e.frozen_digest} on rank {r}" for r, e in run.evidence.items() if e.frozen_digest != wanted]
     problems = problems if wanted else ["no hash of the frozen weights"]
-    seen = f"equal on {len(run.evidence)} ranks"
+    seen = on_ranks(run.evidence)
     return checked("frozen weights", f"hash {wanted} on every rank", problems, seen)
 
 
@@ -100,7 +101,7 @@ def ranks_agree(run: Observed, standard: Standard) -> Check | None:
         differing = [name for name, digest in other.items() if first.get(name) != digest]
         if differing:
             problems.append(f"{len(differing)} tensors differ on rank {rank}, first {differing[0]}")
-    seen = f"equal on {len(digests)} ranks"
+    seen = on_ranks(digests)
     return checked("weights after the window", "the same on every rank", problems, seen)
 
 
@@ -120,9 +121,7 @@ def initial_weights(run: Observed, standard: Standard) -> Check:
             differing = [k for k, v in seen.init_digests.items() if expected.init_digests.get(k, v) != v]
             where = f" (first differing: {differing[0]})" if differing else ""
             problems.append(f"{seen.init_digest} on rank {rank}{where}")
-    return checked(
-        "initial weights", f"hash {expected.init_digest} on every rank", problems, f"equal on {len(run.evidence)} ranks"
-    )
+    return checked("initial weights", f"hash {expected.init_digest} on every rank", problems, on_ranks(run.evidence))
 
 
 def parameter_count(run: Observed, standard: Standard) -> Check:
