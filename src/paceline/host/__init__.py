@@ -1,4 +1,5 @@
 """This machine: hardware, gauges, processes, files, prices and recommended settings.
 
-Start with `machine`. Knows nothing about experiments or results.
+Knows nothing about experiments or results, and imports only `errors` of Paceline. torch is never needed:
+planning and `paceline doctor` work without it. Start with `machine`.
 """

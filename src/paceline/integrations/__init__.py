@@ -1,4 +1,5 @@
 """Callbacks of training frameworks that mark the steps of a measured script exactly (see `paceline.track`).
 
-The frameworks are imported when a callback is used. Without a measurement the callbacks do nothing.
+For the scripts of users: imports only `paceline.track`, and a framework when its callback is used. Without a
+measurement the callbacks do nothing. Start with `huggingface` or `lightning`.
 """

@@ -1,4 +1,5 @@
 """Models as shapes and arithmetic, without torch: parameters, FLOPs, memory, wire bytes.
 
-`shape` defines a model, `arithmetic` computes with it, `models.toml` names the known ones. Start with `shape`.
+`shape` defines a model, `models.toml` names the known ones, `hf_config` reads the config.json of a directory, and
+`arithmetic` computes with all of them. May import `experiment` and `host`. Start with `shape`.
 """

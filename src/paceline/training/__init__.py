@@ -1,4 +1,5 @@
 """Training: the decoder, its data, the instruments that observe a step, and the strategies that distribute it.
 
-Start with `decoder`, then `strategies`. Imports torch, so ranks import it and the command line does not.
+Imports torch, so ranks import it and the command line does not. `attachment` observes scripts of users and imports
+nothing of Paceline. Start with `decoder`, then `strategies.ddp`.
 """

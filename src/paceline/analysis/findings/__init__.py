@@ -1,4 +1,8 @@
-"""What the data shows, as plain dataclasses: everything an exporter may print, each with the runs it rests on."""
+"""What the data shows, as plain dataclasses: everything an exporter may print, each with the runs it rests on.
+
+The only part of `analysis` that exporters may import, and the lowest: it imports none of the others. One module per
+subject, all of their names here. Start with `report.Report`, which contains the rest.
+"""
 
 from paceline.analysis.findings.checkpoints import CheckpointCost as CheckpointCost
 from paceline.analysis.findings.checkpoints import ExpectedGoodput as ExpectedGoodput

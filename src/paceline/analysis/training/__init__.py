@@ -1,4 +1,5 @@
 """Training: the certificate of equal work, metrics, bottlenecks, memory, energy and goodput.
 
-Start with `certificate` and `metrics`.
+Reads the records of runs and their samples. May import `machine`, `statistics` and `findings`. Start with
+`certificate` (what must be equal) and `metrics` (every number with its formula).
 """

@@ -1,4 +1,5 @@
 """Schedules: cron expressions, the list of scheduled experiments, notifications, and the timers that start them.
 
-Start with `agenda`. `timers` holds one module per system that can start a run (crontab, systemd, Kubernetes CronJob).
+`timers` has one module per system that can start a run: crontab, systemd, Kubernetes CronJob. What a scheduled run does
+is in `campaign.scheduled_run`. Start with `agenda`.
 """

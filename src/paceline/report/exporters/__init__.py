@@ -1,4 +1,8 @@
-"""Exporters: each writes a report for one kind of reader. They print findings and conclude nothing."""
+"""Exporters: each writes a report for one kind of reader. They print findings and conclude nothing.
+
+A module is a plugin; modules with an underscore are shared parts. Of `analysis` they import only `findings`, and of
+`report` the sections, tables, charts and text. Start with `json`, or with `html` (the page).
+"""
 
 from __future__ import annotations
 
