@@ -1,7 +1,7 @@
-"""One rank per node, instead of torchrun (`agent --runner testbed.bare`): forked from the nursery, or this process
-where there is no way to the nursery, as in a container.
+"""A runner in place of torchrun for one rank per node (`agent --runner testbed.bare`).
 
-There is no process of torchrun, and the store of the launch is that of rank 0, which ends with it.
+The rank is forked by the fork server (see `nursery`), or is this process if the server cannot be reached, as in a
+container. The store of the launch is that of rank 0 and ends with it.
 """
 
 from __future__ import annotations

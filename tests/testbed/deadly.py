@@ -1,4 +1,4 @@
-"""This machine through torchrun, as the launcher local, with ranks that can be killed once (see mortal)."""
+"""The launcher local with torchrun, whose ranks can be killed once (see `mortal`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Real ranks of served replicas without torch: they meet in a folder, in the place of torch's store.
+"""Real ranks of served replicas without torch: a directory takes the place of torch's store.
 
-`light` runs them where LIGHT_MEETING names that folder. What a rank does is the worker's own code.
+`light` uses it if LIGHT_MEETING names that directory. The ranks run the worker's own code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEEPER = "keeper"
 
 
 class FolderStore:
-    """A file for each key. As torch's it is gone when the starter of rank 0 is."""
+    """A file for each key. Like torch's store, it is gone when the process that started rank 0 has ended."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class FolderRanks(ranks.Ranks):
 
 
 def serve(run_dir: Path, rank: int, size: int, on_node: int) -> int:
-    """As torchrun would start it. Who looks often, and waits briefly for those that are gone, ends early."""
+    """Start a rank as torchrun would, with frequent polls and short waits, so that tests end early."""
     ranks.Ranks, ranks.POLL_S, ranks.ACKNOWLEDGE_S = FolderRanks, 0.1, 0.5  # type: ignore[misc]
     places = {"RANK": rank, "LOCAL_RANK": rank % on_node, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_node}
     os.environ |= {name: str(value) for name, value in places.items()}
@@ -72,7 +72,7 @@ def serve(run_dir: Path, rank: int, size: int, on_node: int) -> int:
 
 
 def leave_together(node: int, nodes: int) -> None:
-    """As torchrun does: who started ranks that ended well waits for the starters of the others, for minutes."""
+    """Wait, as torchrun does, for the agents of the other nodes after the own ranks have ended ok."""
     store = FolderStore(Path(os.environ["LIGHT_MEETING"]), rank=-1)
     store.set(f"left/{node}", "1")
     with contextlib.suppress(RuntimeError):

@@ -1,9 +1,9 @@
-"""This machine, as the launcher local, but with ranks forked from a process that has imported torch (see nursery).
+"""The launcher local, with ranks forked from a process that has imported torch (see `nursery`).
 
-Importing torch and DeepSpeed in every rank, and once more in torchrun, is nine tenths of a tiny run. Forked ranks are
-processes of their own that meet over gloo all the same. They are supervised as those of the launcher local, which has
-one such process per campaign; here all campaigns of the tests share it. References are started as the runs are,
-because this launcher does not say that its ranks are HERE.
+Importing torch and DeepSpeed in every rank, and once more in torchrun, takes nine tenths of a tiny run. Forked ranks
+are separate processes that communicate over gloo as usual, and are supervised as those of the launcher local. That
+launcher has one such process per campaign; here all campaigns of the tests share one. References are started like the
+runs, because this launcher does not declare HERE.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 
 def kind_of(spec: RunSpec) -> str:
-    """What its ranks import beside torch: runs of one kind can be forked from one process. OpenMP reads its
-    threads only once."""
+    """What the ranks of a run import besides torch. Runs of one kind can be forked from one process; the number of
+    threads is part of it, because OpenMP reads it only once."""
     sharded = spec.strategy is not None and load("strategies", spec.strategy.name) is zero
     extras = [*(["zero"] if sharded else []), *(["tuned"] if spec.tuning is not None else [])]
     return "-".join((*extras, str(spec.launcher.options.get("threads", 1))))
 
 
 def import_for(kind: str) -> None:
-    """What the ranks of such runs, or commands, will import, as far as it starts no thread."""
+    """Import what runs of this kind, or commands, will import, except modules that start threads."""
     *extras, _ = kind.split("-")
     names = COMMANDS if kind == nursery.COMMAND else (*RANKS, *(TUNED if "tuned" in extras else ()))
     with collection_paused():
@@ -86,8 +86,8 @@ def import_for(kind: str) -> None:
 
 
 def run_command(request: Mapping[str, Any], link: socket.socket) -> int:
-    """`paceline ARGUMENTS`, or a program. Nodes start ranks by the runner FORKED_RUNNER instead of torchrun; where
-    FORKED_PROGRAMS is set, torchrun and the warm process of the launcher local are forked from the nursery."""
+    """Run `paceline ARGUMENTS`, or a program. Nodes start ranks with the runner FORKED_RUNNER instead of torchrun. Where
+    FORKED_PROGRAMS is set, torchrun and the warm process of the launcher local are forked from the server."""
     from paceline import cli
     from paceline.launchers import _job
 
@@ -110,9 +110,10 @@ def run_command(request: Mapping[str, Any], link: socket.socket) -> int:
 
 
 def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
-    """All ranks of one run, from here to their end, or until nobody waits for them. Where FORKED_HOSTS names network
-    namespaces, each rank is on a host of its own. A file instead of a run folder lists many of them, or names a
-    function that is called with each rank and ends it: `MODULE FUNCTION RANKS` in a file that ends with .call."""
+    """Start all ranks of one run and wait for them; kill them if the client goes away.
+
+    If FORKED_HOSTS names network namespaces, each rank runs on its own host. A file instead of a run directory lists
+    many directories, or (with the suffix .call) has `MODULE FUNCTION RANKS`: a function to call in each rank."""
     end_with_parent(signal.SIGKILL)
     if "module" in request:
         return run_program(request["module"], request["arguments"], link)
@@ -138,8 +139,9 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
 
 
 def run_program(module: str, arguments: list[str], link: socket.socket) -> int:
-    """The exit code of `python -m MODULE ARGUMENTS`, negative for a signal. It is killed once nobody waits for it.
-    What it starts by its own interpreter, as torchrun starts ranks, are programs of the nursery too."""
+    """The exit code of `python -m MODULE ARGUMENTS`, negative for a signal. It is killed if the client goes away.
+
+    What it starts with its own interpreter, as torchrun starts ranks, is forked by the server too."""
     nursery.fork_programs()
     program = os.fork()
     if program == 0:
@@ -170,20 +172,20 @@ def run_program(module: str, arguments: list[str], link: socket.socket) -> int:
 
 
 def is_profiled(spec: RunSpec) -> bool:
-    """Where FORKED_PROFILED is set, runs of the strategies in it are, which `;` separates; everywhere else all are."""
+    """Whether a run is profiled: all are, unless FORKED_PROFILED lists the strategies (separated by `;`) that are."""
     chosen = os.environ.get("FORKED_PROFILED")
     return chosen is None or str(spec.strategy) in chosen.split(";")
 
 
 def profile_nothing() -> None:
-    """Profiles say nothing about equal work."""
+    """Turn profiles off: they say nothing about equal work."""
     from paceline.workloads import pretrain
 
     pretrain.profile_steps = pretrain.profile_dimensions = lambda *_: None
 
 
 def fork_rehearsals() -> None:
-    """Predict memory in a process forked here, before the rank does anything, not in one that imports torch anew."""
+    """Rehearse memory in a process forked from this one, before the rank does anything, to import torch only once."""
     from paceline.workloads import memory
 
     context = multiprocessing.get_context("fork")
@@ -195,8 +197,8 @@ def fork_rehearsals() -> None:
 def run_many(folders: list[Path]) -> NoReturn:
     """Run these folders one after another in this rank, without profiles.
 
-    Every run has a process group of its own, and its own part of the store in which its ranks meet. On GPUs the group
-    is not bound to its device: torch 2.11's split_group crashes (signal 11) where the caller gave the store.
+    Every run has its own process group and its own prefix in the store. On GPUs the group is not bound to its device:
+    torch 2.11's split_group crashes (signal 11) if the caller provided the store.
     """
     import torch
     import torch.distributed as dist
@@ -221,14 +223,14 @@ def run_many(folders: list[Path]) -> NoReturn:
 
 
 def forget_groups_of_deepspeed() -> None:
-    """It keeps the first process group that it meets for as long as the process lives."""
+    """Clear DeepSpeed's process groups: it keeps the first one that it sees as long as the process lives."""
     if groups := sys.modules.get("deepspeed.utils.groups"):
         groups._WORLD_GROUP = groups.mesh_device = None
         sys.modules["deepspeed.comm.comm"].cdb = None
 
 
 def on_host(hosts: list[str], rank: int) -> None:
-    """As a scheduler starts it: on its host, under a name of its own, with torchrun's variables, store in rank 0."""
+    """Run a rank as a scheduler would: on its own host, with torchrun's variables and the store in rank 0."""
     networks.enter(hosts[rank], f"node{rank}")
     networks.put_first()
     master, _, port = os.environ["FORKED_MASTER"].partition(":")

@@ -1,4 +1,4 @@
-"""The front of a replica of our own, whose model processes are forked where transformers has been imported."""
+"""The front of one of our own replicas; its model processes are forked from one that has imported transformers."""
 
 from __future__ import annotations
 

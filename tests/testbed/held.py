@@ -1,6 +1,6 @@
-"""Replicas as an engine (see `replicas`), but that of rank 1 lives on: after `dies_after` requests it answers none.
+"""The engine `replicas`, but the replica of rank 1 stops answering after `dies_after` requests instead of dying.
 
-What it holds is not answered before its node is gone, so that no load ends before that, on however slow a machine.
+Its unanswered requests stay open until its node is gone, so no load can end earlier, however slow the machine is.
 """
 
 from __future__ import annotations

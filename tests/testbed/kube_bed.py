@@ -1,6 +1,6 @@
-"""Runs on the Kubernetes double: each in a namespace of its own, on two nodes of its own, with the least rights.
+"""Runs on the Kubernetes double, each in its own namespace, on two nodes of its own, with the least permissions.
 
-Ranks need no torch (see `light`). Runs of different names do not touch each other, so that many go on at a time.
+Ranks need no torch (see `light`). Runs with different names do not affect each other, so many can run at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What befalls runs on a cluster, and how each must end: shared by the tests on the double and on real programs."""
+"""Faults of a cluster and how each run must end, shared by the tests on the double and on real programs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Ranks without torch, instead of torchrun (`agent --runner testbed.light`), to test engines.
 
-They write what real ranks write, where they write it: position, samples, gauges, machine, outcome. What goes wrong is
-told by the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves
-no more), mute (ends without an outcome), full (no room on the disk), fill (takes all the room there is, then finds
-none). LIGHT_S is how long a rank lives. Deaths are told in torchrun's words. Where LIGHT_MEETING names a folder, ranks
-are the real ones of served replicas (see `folder_store`).
+They write what real ranks write, where they write it: position, samples, gauges, machine, outcome. The variable
+LIGHT_FAULT (`WHAT:RANK`) plants a fault: die (killed by signal 9), fail (an error as its outcome), hang (makes no more
+progress), mute (ends without an outcome), full (the disk is full), fill (fills the disk, then fails). LIGHT_S is how
+long a rank runs. Deaths are reported in torchrun's words. If LIGHT_MEETING names a directory, ranks are the real ones
+of served replicas (see `folder_store`).
 
-A spec whose workload is `reference` ends ok with them: its verdict needs finite losses only.
+A spec with the workload `reference` ends ok with them, because its verdict needs finite losses only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One rank without torch, where an engine starts every rank itself (`python -m testbed.light_rank RUN_DIR`).
+"""One rank without torch, for launchers that start every rank themselves (`python -m testbed.light_rank RUN_DIR`).
 
-With `paceline` and its arguments instead, it is the command line, whose launcher `here` then starts such ranks.
+With `paceline ARGUMENTS` instead, it is the command line, whose launcher `here` then starts such ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks of runs with checkpoints that are killed once: MORTAL_AT is `RANK:STEP`. Run as a module it is the worker."""
+"""Ranks that are killed once, at the step that MORTAL_AT names (`RANK:STEP`). As a program, it is the worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.workloads import worker
 
 
 def arm(rank: int, run_dir: Path) -> None:
-    """Let this process die by signal 9 in the forward pass of its step, at the first attempt of its run."""
+    """Kill this process with signal 9 in the forward pass of that step, in the first attempt of its run."""
     whom, _, step = os.environ.get("MORTAL_AT", "").partition(":")
     mark = run_dir / "died"
     if not step or int(whom) != rank or mark.exists() or not store.read_spec(run_dir).checkpoint_every:

@@ -76,10 +76,11 @@ def network(subnet: str, hosts: int) -> Iterator[Network]:
 
 
 def put_first() -> None:
-    """This process before whatever else wants this machine's CPUs. A limit of `tc` is an upper one: emulated hosts
-    carry every byte by the CPU they share, and a link is as fast as was told only while they get it.
+    """Give this process priority over others on this machine.
 
-    Its session is of one run: a kernel that groups processes by session weighs groups first, then their members.
+    A limit of `tc` is an upper bound: emulated hosts share one CPU that carries every byte, and a link reaches its
+    limit only while they get it. The session's priority is raised too, because kernels that group processes by session
+    weigh groups before their members.
     """
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)

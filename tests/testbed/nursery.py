@@ -1,10 +1,12 @@
-"""A process that has imported torch and forks the ranks of one run after another: what importing costs is paid once.
+"""Fork servers: processes that have imported torch once and fork the ranks of every run that a test starts.
 
-One for each set of imports, started by the first run that needs it, anew where it has died, and gone with the process
-NURSERY_OWNER names (pytest: its workers share them). Those that import more than torch are forked from the one that has
-torch. A run reaches it through a socket in NURSERY, hands over its output and its environment, and waits; when it goes
-away, its ranks are ended. Another one has imported the command line and forks `paceline ARGUMENTS`. Instead of a run,
-any program may be asked for (see `started`), which ends with whoever asked.
+There is one server (a "nursery") for each set of imports. The first run that needs it starts it, and a new one if it
+has died. All servers end with the process that NURSERY_OWNER names: pytest, whose workers share them. A server that
+needs more than torch is forked from the one that has imported torch.
+
+A client connects to a socket in the directory NURSERY, passes its output and its environment, and waits for the exit
+code. If the client goes away, its ranks are killed. Another server has imported the command line and forks
+`paceline ARGUMENTS`. `started` runs any program in the same way.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ USUAL = "usual.json"
 def command(
     arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """`paceline ARGUMENTS` in a process of its own, which has the command line from the process it is forked from."""
+    """Run `paceline ARGUMENTS` in a child of the server that has imported the command line."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         request = {"arguments": [str(word) for word in arguments], "cwd": str(cwd or Path.cwd()), "env": dict(env)}
         code = _asked(COMMAND, request, (out.fileno(), err.fileno()), timeout_s)
@@ -68,15 +70,16 @@ def command(
 
 
 def answered(kind: str, run_dir: Path) -> int:
-    """The exit code of a run that the nursery of this kind has brought up; it is started where there is none."""
+    """The exit code of a run, forked by the server of this kind, which is started if there is none."""
     request = {"run_dir": str(run_dir), "cwd": str(Path.cwd()), "env": dict(os.environ)}
     return _asked(kind, request, (sys.stdout.fileno(), sys.stderr.fileno()), None)
 
 
 def started(module: str, arguments: Sequence[str]) -> int:
-    """The exit code of `python -m MODULE ARGUMENTS`, forked from the nursery of the kind NURSERY_KIND (torch). It
-    has the files that this process inherited, under the same numbers, its network and its host name. What this
-    environment says beside USUAL reaches the program, but came too late for the import of torch."""
+    """The exit code of `python -m MODULE ARGUMENTS`, forked by the server of the kind NURSERY_KIND (default: torch).
+
+    The program inherits the open files of this process under the same numbers, its network namespace, its host name and
+    its environment. Variables that differ from USUAL come too late for the import of torch."""
     request = {"module": module, "arguments": list(arguments), "cwd": str(Path.cwd()), "env": dict(os.environ)}
     opened = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     numbers = [number for number in opened if _is_inherited(number)]
@@ -92,15 +95,16 @@ def fork_programs() -> None:
 
 
 def _is_inherited(file: int) -> bool:
-    """What Python opens itself no child of it has."""
+    """Whether children inherit this file descriptor; those that Python opened itself are not inherited."""
     with contextlib.suppress(OSError):  # closed by now
         return os.get_inheritable(file)
     return False
 
 
 def begin(folder: Path, owner: int, usual: Mapping[str, str]) -> dict[str, str]:
-    """Make the folder of the nurseries of the process `owner`. Returns the variables by which others find it; usual:
-    those which a nursery of programs is started with."""
+    """Create the directory of the servers that belong to the process `owner`.
+
+    Returns the variables by which clients find it. usual: the environment in which a server of programs is started."""
     variables = {"NURSERY": str(folder), "NURSERY_OWNER": str(owner)}
     folder.mkdir(mode=0o700, exist_ok=True)
     own = folder / str(os.getpid())
@@ -110,7 +114,7 @@ def begin(folder: Path, owner: int, usual: Mapping[str, str]) -> dict[str, str]:
 
 
 def end(folder: Path) -> None:
-    """The last of several removes the folder."""
+    """Remove the directory, if no other process uses it."""
     (folder / USUAL).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
@@ -144,7 +148,7 @@ def _mark(kind: str, env: Mapping[str, str]) -> str:
 
 
 class Forked:
-    """A nursery that was forked from another one, which does not hang up as long as it lives."""
+    """A server forked from another one, as seen by its parent: the link stays open as long as it lives."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
@@ -174,7 +178,7 @@ def _connected(path: Path, kind: str, env: Mapping[str, str]) -> socket.socket:
 
 
 def _start(path: Path, kind: str, env: Mapping[str, str]) -> Started | None:
-    """None where one lives, or is being started: its log is locked for as long as it has it open."""
+    """Start a server; None if one runs or is being started, which its lock on the log file shows."""
     with path.with_suffix(".log").open("ab") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,7 +203,7 @@ Answer = Callable[[Mapping[str, Any], socket.socket], int]
 
 
 def serve(path: Path, owner: int, answer: Answer) -> None:
-    """Fork a process for every run that asks, until the owner is gone."""
+    """Accept requests and fork a process for each, until the owner has ended."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
     listening.listen()
@@ -223,7 +227,7 @@ def clear(path: Path) -> None:
 
 
 def _live(link: socket.socket, answer: Answer) -> None:
-    """One run, from its request to its exit code. Never returns."""
+    """Handle one request in the forked process, up to its exit code. Never returns."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -249,7 +253,7 @@ def _live(link: socket.socket, answer: Answer) -> None:
 
 
 def _take(link: socket.socket, files: Sequence[int], numbers: Sequence[int]) -> socket.socket:
-    """Give received files these numbers, and enter the namespaces that came with them. The link has another number."""
+    """Move received files to these numbers and enter the received namespaces; the link gets another number."""
     received = (link.detach(), *files)
     high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, BEYOND) for file in received]
     for file in received:
@@ -271,8 +275,8 @@ def main(verb: str, *words: str) -> int:
 
 
 def start_here(words: Sequence[str]) -> int:
-    """What `python WORDS` would do. With `-u -m MODULE ARGUMENTS` a program of the nursery does it, whose end is this
-    process's, by a signal too."""
+    """Do what `python WORDS` would do. `-u -m MODULE ARGUMENTS` is run by a server, and this process ends as that one
+    does, also by a signal."""
     if "-m" not in words[:2]:
         os.execv(sys.executable, [sys.executable, *words])
     module, *arguments = words[words.index("-m") + 1 :]
@@ -283,7 +287,7 @@ def start_here(words: Sequence[str]) -> int:
 
 
 def _become(kind: str, path: Path | str) -> NoReturn:
-    """Import what is needed for this kind, then serve. Only here: whoever asks for a run shall not import it all."""
+    """Import what this kind needs, then serve. The imports are here so that clients do not pay for them."""
     from testbed import forked
 
     forked.import_for(kind)

@@ -1,9 +1,8 @@
-"""Replicas of known law in processes of their own: to be asked, to be killed, and as an engine of ranks.
+"""Mock replicas with known latencies in processes of their own: to load-test, to kill, and as an engine of ranks.
 
-As an engine (`engine: testbed.replicas`) each rank starts one and has it asked at the address by which other hosts know
-it. `dies_after` is the number of requests after which the replica of rank `whose` is killed by signal 9; with
-`takes_rank` the rank that started it is too, with `falls_silent` it answers no more instead: a load that needs it goes
-on until its host is taken away.
+As an engine (`engine: testbed.replicas`) each rank starts one and offers it at the address by which other hosts reach
+it. After `dies_after` requests the replica of rank `whose` is killed by signal 9; with `takes_rank` its rank is killed
+too; with `falls_silent` it only stops answering, so a load that needs it lasts until its host is removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Children that have what this process has imported: forked, where `subprocess.Popen` would start an interpreter."""
+"""Child processes forked from pytest, with everything it has imported, in place of new interpreters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 def started(main: Callable[[list[str]], int], words: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A child in which `main` is called with these words, and its output in pipes."""
+    """A forked child that calls `main(words)`, with its output in pipes."""
 
     def become() -> NoReturn:
         # Popen waits until the child has no file open but the standard ones, which it takes for an exec.

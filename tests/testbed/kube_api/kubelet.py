@@ -89,7 +89,7 @@ class Kubelet:
             self._begin(pod)
 
     def silence(self, node: str) -> None:
-        """From here on nothing is heard of the node: how its containers end is told by nobody."""
+        """The node stops responding: nobody reports how its containers end."""
         with self._reporting:
             self.silent.add(node)
 

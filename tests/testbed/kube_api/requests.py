@@ -129,7 +129,7 @@ class Api:
         return 200, found
 
     def watch(self, request: Request, stopped: threading.Event) -> Iterator[Object]:
-        """Changes since a version; without one, first what is there. A version too old is told as an event."""
+        """Changes since a version; without one, first all that exists. An expired version is sent as an event."""
         asked = int(request.query.get("resourceVersion") or 0)
         end = time.monotonic() + float(request.query.get("timeoutSeconds") or 1800)
         with self.state.changed:

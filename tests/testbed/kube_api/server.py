@@ -137,7 +137,7 @@ class Connection(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _stream(self, content_type: str, pieces: Iterable[bytes]) -> None:
-        """Chunks as they come; the head is sent at once, so that the client knows that the stream stands."""
+        """Send chunks as they come; the header is sent at once, so that the client knows that the stream is open."""
         self.send_response(200)
         self.send_header("Content-Type", content_type)
         self.send_header("Transfer-Encoding", "chunked")

@@ -28,7 +28,7 @@ def expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def environment(state: State, pod: Object, container: Object, node: str) -> dict[str, str]:
-    """In the order of the list: a value may refer to what stands above it only."""
+    """In the order of the list: a value may refer only to variables above it."""
     found: dict[str, str] = {}
     for entry in container.get("env") or []:
         if "valueFrom" in entry:
