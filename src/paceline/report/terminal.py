@@ -234,7 +234,7 @@ def _cards(table: Table) -> Iterator[RenderableType]:
         for i, (column, cell) in enumerate(zip(table.columns, row, strict=True)):
             if i == title or column.heading == "#" or not cell.text:
                 continue
-            value = Text(f"{column.name} ", style="dim")
+            value = Text(f"{column.name} " if column.numeric else f"{column.name}: ", style="dim")
             value.append(cell.text, style=_STYLES.get(cell.tone, ""))
             value.append(f" {column.unit}" if column.unit and cell.text != MISSING else "")
             value.append(f" {cell.detail}" if cell.detail else "", style="dim")

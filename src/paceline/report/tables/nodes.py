@@ -51,7 +51,12 @@ def verdict_name(verdict: str) -> str:
 
 
 def kinds_of(node: NodeVerdict) -> str:
-    return ", ".join(dict.fromkeys(e.kind for e in node.evidence))
+    return ", ".join(dict.fromkeys(map(kind_name, node.evidence)))
+
+
+def kind_name(evidence: NodeEvidence) -> str:
+    """What a piece of evidence is about, beside a verdict that says whether it is inconclusive."""
+    return evidence.kind.removesuffix(f" {UNDECIDED}")
 
 
 # --- one line per node ---
@@ -146,7 +151,10 @@ def reasons(report: Report) -> Table | None:
     """Evidence against nodes first, then what is inconclusive."""
     columns: tuple[Filled[tuple[NodeVerdict, NodeEvidence]], ...] = (
         (Column(noun(report)), lambda pair: pair[0].node),
-        (Column("verdict"), lambda pair: Cell(pair[1].verdict, pair[1].kind, TONES[pair[1].verdict])),
+        (
+            Column("verdict"),
+            lambda pair: Cell(verdict_name(pair[1].verdict), kind_name(pair[1]), TONES[pair[1].verdict]),
+        ),
         (Column("evidence", prose=True), lambda pair: pair[1].text),
         (Column("try next", prose=True), lambda pair: Cell(pair[1].next_command, "", "code")),
     )
@@ -154,6 +162,10 @@ def reasons(report: Report) -> Table | None:
     undecided = any(e.verdict == UNDECIDED for _, e in found)
     title = f"Evidence against {noun(report)}s" + (", or why they are inconclusive" if undecided else "")
     return filled(title, found, columns, about=lambda pair: (pair[0].cell,))
+
+
+def verdict_cell(evidence: NodeEvidence) -> Cell:
+    return Cell(verdict_name(evidence.verdict), kind_name(evidence), TONES[evidence.verdict])
 
 
 def differences(report: Report) -> Table | None:
