@@ -90,8 +90,12 @@ HEAVY = {
     *("ray", "pynvml", "psutil", "tensorboard", "mlflow", "sqlalchemy", "alembic", "mlperf_loadgen", "wandb"),
     *("rouge_score", "nltk"),
 }
-# Read by the verbs that read an experiment, and by no others.
-EAGER = {"experiment.fields": {"pydantic"}}
+# Read by the verbs that read an experiment, and by no others. The observer is imported by scripts that have torch.
+EAGER = {
+    "experiment.fields": {"pydantic"},
+    "training.attachment.paceline_observer": {"torch"},
+    "training.attachment.paceline_facts": {"torch"},
+}
 KINDS = tuple(plugins.FOLDERS.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ MASK64 = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C1
 # Rows of more elements, such as images, are sampled: a digest must not cost a noticeable part of a step.
 MOST_ELEMENTS = 4096
+# The label of tokens that are not learned.
+IGNORED_LABEL = -100
 _factors: dict[tuple[int, str], Any] = {}
 
 
@@ -88,29 +90,32 @@ def _local_part(value: Any) -> tuple[Any, int, bool] | None:
 # --- batches ---
 
 
-def tensors_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def tensors_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors among the arguments of a forward pass, by name or position, also in a mapping or list."""
     import torch
 
-    pairs = [*((str(number), value) for number, value in enumerate(args)), *kwargs.items()]
-    for name, value in pairs:
+    found: dict[str, Any] = {}
+    for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
-            yield name, value
+            found[str(name)] = value
         elif isinstance(value, Mapping):
-            yield from ((str(key), each) for key, each in value.items() if isinstance(each, torch.Tensor))
+            found |= {str(key): each for key, each in value.items() if isinstance(each, torch.Tensor)}
         elif isinstance(value, list | tuple):
-            yield from ((f"{name}.{n}", each) for n, each in enumerate(value) if isinstance(each, torch.Tensor))
+            found |= {f"{name}.{n}": each for n, each in enumerate(value) if isinstance(each, torch.Tensor)}
+    return found
 
 
 def copy_rows(value: Tensor) -> Tensor:
     """The rows of a batch, of which long ones are sampled, as the script gives them to the model now."""
-    rows = value.detach().reshape(value.shape[0], -1) if value.dim() > 1 else value.detach().reshape(-1, 1)
+    if value.requires_grad:
+        value = value.detach()
+    rows = value if value.dim() == 2 else value.reshape((value.shape[0], -1) if value.dim() > 1 else (-1, 1))
     if rows.shape[1] > MOST_ELEMENTS:
         rows = rows[:, :: rows.shape[1] // MOST_ELEMENTS + 1]
     return rows.clone()
 
 
-def digest_batches(batches: Sequence[Tensor]) -> Tensor:
+def digest_batches(batches: Sequence[Tensor] | Tensor) -> Tensor:
     """For each of several batches of one shape, a digest of its rows that does not depend on their order.
 
     It does not depend on how rows are split over ranks either. The result stays on the device: sums of it, modulo
@@ -118,7 +123,7 @@ def digest_batches(batches: Sequence[Tensor]) -> Tensor:
     """
     import torch
 
-    rows = torch.stack(list(batches)) if len(batches) > 1 else batches[0].unsqueeze(0)
+    rows = batches if isinstance(batches, torch.Tensor) else torch.stack(list(batches))
     numbers = rows.float().contiguous().view(torch.int32) if rows.is_floating_point() else rows
     key = rows.shape[2], str(rows.device)
     if key not in _factors:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline_wire
+import torch
 
 # Hyper-parameters that say how a step is computed, not what it computes.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", "params", "param_names")
@@ -16,6 +17,8 @@ TOKEN_NAMES = ("input_ids", "tokens", "token_ids", "idx", "inputs")
 # Functions around a forward pass that are looked into.
 MOST_WRAPPERS = 20
 LABEL_NAMES = ("labels", "targets", "target", "label")
+NO_TOKEN_NAMES = (*LABEL_NAMES, "attention_mask", "position_ids")
+INTEGRAL = (torch.int64, torch.int32, torch.int16)
 
 
 # --- batches and losses ---
@@ -24,20 +27,26 @@ LABEL_NAMES = ("labels", "targets", "target", "label")
 def token_ids(found: Mapping[str, Any]) -> Any:
     """The token ids among the tensors of a forward pass: by a usual name, else the first matrix of whole numbers."""
     for name in TOKEN_NAMES:
-        if name in found and _is_integral(found[name]) and found[name].dim() > 1:
-            return found[name]
-    unnamed = (tensor for name, tensor in found.items() if name not in (*LABEL_NAMES, "attention_mask", "position_ids"))
-    return next((tensor for tensor in unnamed if _is_integral(tensor) and tensor.dim() == 2), None)
+        if (named := found.get(name)) is not None and named.dtype in INTEGRAL and named.dim() > 1:
+            return named
+    for name, tensor in found.items():
+        if tensor.dtype in INTEGRAL and tensor.dim() == 2 and name not in NO_TOKEN_NAMES:
+            return tensor
+    return None
 
 
 def labels_in(found: Mapping[str, Any]) -> Any:
-    return next((found[name] for name in LABEL_NAMES if name in found and _is_integral(found[name])), None)
+    """The labels of single tokens among the tensors of a forward pass, or None."""
+    for name in LABEL_NAMES:
+        if (named := found.get(name)) is not None and named.dtype in INTEGRAL:
+            return named if named.dim() > 1 else None
+    return None
 
 
-def _is_integral(tensor: Any) -> bool:
-    import torch
-
-    return tensor.dtype in (torch.int64, torch.int32, torch.int16)
+def mask_in(found: Mapping[str, Any], ids: Any) -> Any:
+    """The mask of the tokens that are no padding, or None."""
+    mask = found.get("attention_mask")
+    return None if mask is None or mask.shape != ids.shape or mask.is_floating_point() else mask
 
 
 def loss_in(output: Any) -> Any:
@@ -68,8 +77,6 @@ def copy_loss(loss: Any) -> Any:
 def owner_of(optimizer: Any) -> Any:
     """The smallest module with every weight of the optimizer, of equal ones the innermost; None if there is none."""
     import gc
-
-    import torch
 
     wanted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     owners = {}
@@ -142,15 +149,11 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 def autocast(device: str) -> str | None:
     """The dtype of autocast, or None."""
-    import torch
-
     return _dtype(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
 def hidden_autocast(root: Any) -> str | None:
     """The dtype of an autocast that begins inside the model, where no hook sees it: by DeepSpeed or accelerate."""
-    import torch
-
     if hasattr(root, "torch_autocast_enabled"):
         return _dtype(root.torch_autocast_dtype()) if root.torch_autocast_enabled() else None
     root = getattr(root, "_orig_mod", root)
@@ -178,8 +181,6 @@ def _is_set(cell: Any) -> bool:
 
 def precision_flags() -> dict[str, str]:
     """torch's switches that change the arithmetic of products."""
-    import torch
-
     switches: dict[str, Callable[[], Any]] = {
         "float32_matmul_precision": torch.get_float32_matmul_precision,
         "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
@@ -216,8 +217,6 @@ def memory_line(rank: int, device: str) -> dict[str, Any]:
     """Peak memory of the process. The counters of torch are read, never reset: they belong to the script."""
     allocated = reserved = whole = None
     if device == "cuda":
-        import torch
-
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         free, total = torch.cuda.mem_get_info()
         whole = total - free

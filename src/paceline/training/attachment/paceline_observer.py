@@ -22,16 +22,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import paceline_digests as digests
 import paceline_facts as facts
+import torch
 from paceline_clocks import CudaClock, HostClock
 from paceline_steps import Batch, Readout, Step
 
 # The step whose collectives are counted and those that `--trace` records: all belong to the warm-up.
 WIRE_STEP = 2
 LAST_LINES = 30
+LOSS_SOURCES = {source: f"loss:{source}" for source in ("track", "output", "backward", "none")}
+is_compiling = torch.compiler.is_compiling
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -86,6 +89,8 @@ class Observer:
         self.readout = Readout(self.write_text)
         self.facts: dict[str, Any] = {}
         self.rates = hashlib.sha256()
+        self.last_rates: list[float] | None = None
+        self.rates_text = b""
         self.sources: Counter[str] = Counter()
         self.stepped: dict[int, Any] = {}
         self.wire: Any = None
@@ -93,6 +98,8 @@ class Observer:
         self.tracked: dict[str, Any] = {}
         self.ended = False
         self.early: Any = None
+        self.limit = options.get("steps")
+        self.traced = options.get("trace") or []
         self.is_tracked = False
         self.pause_began: Any = None
         self.adds_losses = False
@@ -106,9 +113,7 @@ class Observer:
 
     def discover(self, module: Any, args: Any) -> None:
         """Global hook before every forward pass, until the module that the script trains is known."""
-        import torch
-
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         self.depth += 1
         if self.depth == 1 and torch.is_grad_enabled() and self.root is not module:
@@ -117,9 +122,7 @@ class Observer:
             self.note_inner_autocast()
 
     def leave_module(self, module: Any, args: Any, output: Any) -> None:
-        import torch
-
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self.depth = max(0, self.depth - 1)
 
     @guarded
@@ -193,20 +196,15 @@ class Observer:
         self.global_handles = []
 
     def before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool = False) -> None:
-        import torch
-
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         self._before_forward(module, args, kwargs, is_first)
-        limit = self.options.get("steps")
-        if limit and self.readout.steps >= limit and self.broken is None:
+        if self.limit and self.readout.steps >= self.limit and self.broken is None:
             self.end()
             raise SystemExit(0)
 
     @guarded
     def _before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool) -> None:
-        import torch
-
         now = self.clock.mark()
         if not torch.is_grad_enabled():
             if not module.training and self.paused_at is None:
@@ -214,9 +212,7 @@ class Observer:
             return
         if not self.is_tracked:
             self.close_step()
-        if self.step is None:
-            self.open_step(now)
-        step = cast(Step, self.step)
+        step = self.step or self.open_step(now)
         if self.paused_at is not None:
             step.spans.append(("pause", self.paused_at, now))
             self.paused_at = None
@@ -231,11 +227,9 @@ class Observer:
 
     @guarded
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        import torch
-
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.step is None:
-            return
         step = self.step
+        if step is None or is_compiling() or not torch.is_grad_enabled():
+            return
         step.spans.append(("forward", self.forward_began, self.clock.mark()))
         if not step.batches:
             # The call in which the module was found: a hook without keywords saw its start.
@@ -249,7 +243,7 @@ class Observer:
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
         """Counts of a micro batch and a copy of its rows, left on the device."""
-        found = dict(digests.tensors_in(args, kwargs))
+        found = digests.tensors_in(args, kwargs)
         ids = facts.token_ids(found)
         if ids is None:
             self.sources["samples"] += 1
@@ -258,20 +252,27 @@ class Observer:
             copied = digests.copy_rows(data) if data is not None else None
             return Batch(rows, rows, rows, None, copied)
         self.sources["tokens"] += 1
-        samples, positions = int(ids.shape[0]), ids.numel()
-        mask, labels = found.get("attention_mask"), facts.labels_in(found)
-        tokens = mask.sum() if mask is not None and mask.shape == ids.shape and not mask.is_floating_point() else None
-        learned = (labels != -100).sum() if labels is not None and labels.dim() > 1 else None
-        return Batch(samples, positions, positions if tokens is None else tokens, learned, digests.copy_rows(ids))
+        batch = Batch(ids.shape[0], positions := ids.numel(), positions)
+        labels, mask = facts.labels_in(found), facts.mask_in(found, ids)
+        more = {name: tensor for name, tensor in (("labels", labels), ("mask", mask)) if tensor is not None}
+        fits = ids.dim() == 2 and ids.shape[1] <= digests.MOST_ELEMENTS
+        if more and fits and all(t.shape == ids.shape and t.dtype == ids.dtype for t in more.values()):
+            # One operation instead of a copy and the counts.
+            batch.rows, batch.stacked = torch.stack((ids, *more.values())), tuple(more)
+            return batch
+        if mask is not None:
+            batch.tokens = mask.sum()
+        if labels is not None:
+            batch.labels = (labels != digests.IGNORED_LABEL).sum()
+        batch.rows = digests.copy_rows(ids)
+        return batch
 
     # --- hooks on backward, clipping and the optimizer ---
 
     def before_backward(self, tensors: Any) -> Any:
         """The mark at which an outermost backward pass begins; None for one inside another."""
-        import torch
-
         self.backward_depth += 1
-        if self.backward_depth > 1 or torch.compiler.is_compiling():
+        if self.backward_depth > 1 or is_compiling():
             return None
         if self.root is None or self.is_blind:
             self.begin_blindly(tensors)
@@ -291,9 +292,7 @@ class Observer:
                 self.root = facts.owner_of(self.early)
         if not self.is_tracked:
             self.close_step()
-        if self.step is None:
-            self.open_step(self.clock.mark())
-        batches = cast(Step, self.step).batches
+        batches = (self.step or self.open_step(self.clock.mark())).batches
         if self.announced is None:
             self.sources["unseen"] += 1
             batches.append(Batch(1, 1, 1))
@@ -308,8 +307,9 @@ class Observer:
 
     @guarded
     def _after_backward(self, begin: Any, tensors: Any) -> None:
-        step = cast(Step, self.step)
-        end = self.clock.mark()
+        step, end = self.step, self.clock.mark()
+        if step is None:
+            return
         step.spans.append(("backward", begin, end))
         if self.optimizer_began is not None:
             # A closure, as in Lightning: the optimizer's own work begins after its backward pass.
@@ -337,8 +337,10 @@ class Observer:
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
         # The rates that are in use: frameworks split the same parameters into other numbers of groups.
-        rates = {rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), float | int)}
-        self.rates.update(repr(sorted(rates)).encode())
+        rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), float | int)]
+        if rates != self.last_rates:
+            self.last_rates, self.rates_text = rates, repr(sorted({*rates})).encode()
+        self.rates.update(self.rates_text)
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
@@ -360,7 +362,8 @@ class Observer:
             self.optimizer_began = None
         if not self.is_tracked:
             self.step.end = end
-        self.stop_instruments()
+        if self.wire is not None or self.profiler is not None:
+            self.stop_instruments(self.step)
 
     # --- steps that the script marks itself, see `paceline.track` ---
 
@@ -409,14 +412,16 @@ class Observer:
 
     # --- steps ---
 
-    def open_step(self, now: Any) -> None:
+    def open_step(self, now: Any) -> Step:
         number = self.readout.steps
-        self.step = Step(number, now if self.last_end is None else self.last_end)
-        self.step.spans, self.pauses = self.pauses, []
+        step = self.step = Step(number, now if self.last_end is None else self.last_end, self.pauses)
+        self.pauses = []
         if self.early is not None and self.root is not None:
             optimizer, self.early = self.early, None
             self.note_optimizer(optimizer)
-        self.start_instruments(number)
+        if number == WIRE_STEP or (self.traced and number == self.traced[0]):
+            self.start_instruments(number)
+        return step
 
     def close_step(self) -> None:
         """End the open step if its optimizer has stepped; write all that the device has finished."""
@@ -439,31 +444,27 @@ class Observer:
         # The sum of what was differentiated: scripts divide by the number of micro batches before they do that.
         step.adds_losses = source == "backward" or (source == "output" and self.adds_losses)
         step.losses = tracked or step.losses or step.backward_losses
-        self.sources[f"loss:{source if step.losses else 'none'}"] += 1
-        step.tokens = [self.tracked["tokens"]] if "tokens" in self.tracked else [b.tokens for b in step.batches]
-        step.labels = [b.labels for b in step.batches]
-        step.norms = [] if step.norm is None else [step.norm]
-        self.tracked = {}
+        self.sources[LOSS_SOURCES[source if step.losses else "none"]] += 1
+        if self.tracked:
+            step.given_tokens = self.tracked.get("tokens")
+            self.tracked = {}
 
     # --- instruments of single steps ---
 
     def start_instruments(self, number: int) -> None:
-        traced = self.options.get("trace") or []
-        if traced and number == traced[0] and self.find_rank() == self.options.get("trace_rank", 0):
+        if self.traced and number == self.traced[0] and self.find_rank() == self.options.get("trace_rank", 0):
             self.profiler = facts.start_profiler(self.facts["device"])
         if number == WIRE_STEP and not self.facts.get("compiled") and facts.world_size() > 1:
             self.wire = facts.WireWatch()
             self.wire.start()
 
-    def stop_instruments(self) -> None:
-        step = cast(Step, self.step)
+    def stop_instruments(self, step: Step) -> None:
         if self.wire is not None:
             self.wire.stop()
             for line in self.wire.lines(self.rank, step.number):
                 self.write_line(line)
             self.wire = None
-        traced = self.options.get("trace") or []
-        if self.profiler is not None and step.number >= traced[-1]:
+        if self.profiler is not None and step.number >= self.traced[-1]:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.folder / f"trace-{self.find_rank()}.json"))
             self.profiler = None
@@ -558,7 +559,6 @@ def attach() -> None:
     folder = os.environ.get("PACELINE_OBSERVE")
     if observer is not None or not folder or not Path(folder).is_dir():
         return
-    import torch
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -569,7 +569,7 @@ def attach() -> None:
     ]
     register_optimizer_step_pre_hook(own.before_step)
     register_optimizer_step_post_hook(own.after_step)
-    wrap_public_functions(torch, own)
+    wrap_public_functions(own)
     # torch would warn the script of hooks that it does not have.
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
     hook = sys.excepthook
@@ -588,7 +588,7 @@ def attach() -> None:
     os.register_at_fork(after_in_child=own.after_fork)
 
 
-def wrap_public_functions(torch: Any, own: Observer) -> None:
+def wrap_public_functions(own: Observer) -> None:
     """Backward passes, gradient clipping and saving have no hook: their public functions are wrapped."""
     backward, clip, save = torch.autograd.backward, torch.nn.utils.clip_grad_norm_, torch.save
 

@@ -1,9 +1,10 @@
 """What was seen of a step, and how its numbers come from the device to a line of the record.
 
-    closed ── held with up to 7 others, or 0.1 s ── fetched by one copy ── arrived ── written
+    closed ── held with up to 31 others, or 0.5 s ── fetched by one copy ── arrived ── written
 
 A number is one small operation on a device, or several: together they would be a noticeable part of a short step. So
 the steps of a group are read at once, and only copies of the token ids and losses are made while the script trains.
+The shorter the steps, the larger the group: what is done once for a group costs the same for all of them.
 """
 
 from __future__ import annotations
@@ -18,33 +19,36 @@ from typing import Any
 
 import paceline_digests as digests
 
-# Steps that are fetched together, and the longest that one waits for the next.
-GROUP_STEPS = 8
-GROUP_S = 0.1
+# Steps that are fetched together, the longest that one waits for the next, and the most elements of copied rows.
+GROUP_STEPS = 32
+GROUP_S = 0.5
+GROUP_ELEMENTS = 1 << 19
 # Fetched groups that may be queued on a device before their numbers are waited for.
 GROUPS_AHEAD = 4
 
 
-# The lists and indices that tensors came from.
-Homes = list[tuple[list[Any], int]]
-
-
 @dataclass(slots=True)
 class Batch:
-    """One micro batch. rows: a copy, of which the digest is made. tokens and labels may be on the device."""
+    """One micro batch. tokens and labels: how many, may be on the device.
+
+    rows: a copy of its rows, of which the digest is made. If stacked names them, of its token ids and of those
+    (`labels`, `mask`) in one tensor: their counts are made later, too.
+    """
 
     samples: int
     positions: int
     tokens: Any
     labels: Any = None
     rows: Any = None
+    stacked: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Step:
     """What was seen of one step. spans: phase, begin and end; pauses are evaluations inside it.
 
-    Lists of numbers contain tensors of one element until they have arrived. adds_losses: each is a part of the whole.
+    Numbers are tensors of one element until they have arrived. adds_losses: each is a part of the whole. given_tokens:
+    those that the script says. digest: the sum of those of the micro batches.
     """
 
     number: int
@@ -56,10 +60,8 @@ class Step:
     norm: Any = None
     end: Any = None
     adds_losses: bool = False
-    tokens: list[Any] = field(default_factory=list)
-    labels: list[Any] = field(default_factory=list)
-    norms: list[Any] = field(default_factory=list)
-    digests: list[Any] = field(default_factory=list)
+    given_tokens: int | None = None
+    digest: int = 0
 
     def seconds(self, clock: Any) -> dict[str, float]:
         """Seconds by phase."""
@@ -79,52 +81,85 @@ class Group:
     """Steps whose numbers are fetched together."""
 
     def __init__(self, steps: list[Step], clock: Any) -> None:
+        import torch
+
         self.steps = steps
-        self._homes, self._copies = [], []
-        for homes, tensors in _by_dtype(steps):
-            stacked = tensors[0].reshape(1) if len(tensors) == 1 else _stack(tensors)
-            self._homes.append(homes)
-            self._copies.append(stacked.to("cpu", non_blocking=True))
+        # Where numbers belong and the vectors that they are in, by dtype and device.
+        homes, vectors = _vectors_of_batches(steps)
+        for key, (places, scalars) in _scalars_of(steps).items():
+            homes.setdefault(key, []).extend(places)
+            vectors.setdefault(key, []).append(torch.stack(scalars))
+        self._homes = list(homes.values())
+        joined = (each[0] if len(each) == 1 else torch.cat(each) for each in vectors.values())
+        self._copies = [each.to("cpu", non_blocking=True) for each in joined]
         self.copied = clock.mark()
 
     def arrive(self) -> None:
-        """Put the numbers in the places of their tensors."""
+        """Put the numbers in their places."""
         for homes, copy in zip(self._homes, self._copies, strict=True):
-            for (numbers, index), value in zip(homes, copy.tolist(), strict=True):
-                numbers[index] = value
+            for (owner, name, index), value in zip(homes, copy.tolist(), strict=True):
+                if index is not None:
+                    getattr(owner, name)[index] = value
+                elif name == "digest":
+                    owner.digest += value
+                else:
+                    setattr(owner, name, value)
         self._homes, self._copies = [], []
 
 
-def _by_dtype(steps: Iterable[Step]) -> Iterable[tuple[Homes, list[Any]]]:
-    """Tensors of one element with the list and the index that each came from, by dtype and device."""
-    found: dict[Any, tuple[Homes, list[Any]]] = {}
-    _make_digests(steps)
-    for step in steps:
-        for numbers in (step.tokens, step.labels, step.losses, step.norms, step.digests):
-            for index, value in enumerate(numbers):
-                if hasattr(value, "detach"):
-                    homes, tensors = found.setdefault((value.dtype, value.device), ([], []))
-                    homes.append((numbers, index))
-                    tensors.append(value)
-    return found.values()
+# The step or batch that a number is of, the name of the field, and the index if that is a list.
+Home = tuple[Any, str, int | None]
+Key = tuple[Any, Any]
 
 
-def _make_digests(steps: Iterable[Step]) -> None:
-    """Give each step the digests of its micro batches; those of one shape are computed together."""
-    batches = [(step, batch.rows) for step in steps for batch in step.batches if batch.rows is not None]
-    by_shape: dict[Any, list[tuple[Step, Any]]] = {}
-    for step, rows in batches:
-        by_shape.setdefault((rows.shape, rows.dtype, rows.device), []).append((step, rows))
-    for alike in by_shape.values():
-        found = digests.digest_batches([rows for _, rows in alike])
-        for (step, _), digest in zip(alike, found.unbind(), strict=True):
-            step.digests.append(digest)
-
-
-def _stack(tensors: list[Any]) -> Any:
+def _vectors_of_batches(steps: Iterable[Step]) -> tuple[dict[Key, list[Home]], dict[Key, list[Any]]]:
+    """Digests and counts of all micro batches: those of one shape are computed together."""
     import torch
 
-    return torch.stack([tensor if tensor.dim() == 0 else tensor.reshape(()) for tensor in tensors])
+    alike: dict[Any, list[tuple[Step, Batch]]] = {}
+    for step in steps:
+        for batch in step.batches:
+            if batch.rows is not None:
+                key = batch.rows.shape, batch.rows.dtype, batch.rows.device, batch.stacked
+                alike.setdefault(key, []).append((step, batch))
+    homes: dict[Key, list[Home]] = {}
+    vectors: dict[Key, list[Any]] = {}
+
+    def add(vector: Any, places: list[Home]) -> None:
+        key = vector.dtype, vector.device
+        homes.setdefault(key, []).extend(places)
+        vectors.setdefault(key, []).append(vector)
+
+    for (*_, stacked), group in alike.items():
+        rows = torch.stack([batch.rows for _, batch in group])
+        add(digests.digest_batches(rows[:, 0] if stacked else rows), [(step, "digest", None) for step, _ in group])
+        for number, name in enumerate(stacked, 1):
+            if name == "labels":
+                counts = (rows[:, number] != digests.IGNORED_LABEL).sum((1, 2))
+                add(counts, [(batch, "labels", None) for _, batch in group])
+            else:
+                add(rows[:, number].sum((1, 2)), [(batch, "tokens", None) for _, batch in group])
+    return homes, vectors
+
+
+def _scalars_of(steps: Iterable[Step]) -> dict[Key, tuple[list[Home], list[Any]]]:
+    """Tensors of one element and where they belong, by dtype and device."""
+    found: dict[Key, tuple[list[Home], list[Any]]] = {}
+
+    def add(value: Any, home: Home) -> None:
+        if hasattr(value, "detach"):
+            homes, scalars = found.setdefault((value.dtype, value.device), ([], []))
+            homes.append(home)
+            scalars.append(value if value.dim() == 0 else value.reshape(()))
+
+    for step in steps:
+        add(step.norm, (step, "norm", None))
+        for index, loss in enumerate(step.losses):
+            add(loss, (step, "losses", index))
+        for batch in step.batches:
+            add(batch.tokens, (batch, "tokens", None))
+            add(batch.labels, (batch, "labels", None))
+    return found
 
 
 class Readout:
@@ -135,26 +170,31 @@ class Readout:
         self.held: list[Step] = []
         self.groups: deque[Group] = deque()
         self.rank = 0
+        # Steps that were closed, written or not.
+        self.steps = 0
         self.written = 0
         self._held_since = 0.0
-
-    @property
-    def steps(self) -> int:
-        """Steps that were closed, written or not."""
-        return self.written + self.waiting
+        self._held_elements = 0
 
     @property
     def waiting(self) -> int:
-        return len(self.held) + sum(len(group.steps) for group in self.groups)
+        return self.steps - self.written
 
     def add(self, step: Step, clock: Any) -> None:
         now = time.perf_counter()
-        if not self.held:
-            self._held_since = now
-        self.held.append(step)
-        if len(self.held) >= GROUP_STEPS or now - self._held_since >= GROUP_S or step.number < 2:
+        held = self.held
+        if not held:
+            self._held_since, self._held_elements = now, 0
+        held.append(step)
+        self.steps += 1
+        for batch in step.batches:
+            if batch.rows is not None:
+                self._held_elements += batch.rows.numel()
+        is_full = len(held) >= GROUP_STEPS or self._held_elements >= GROUP_ELEMENTS
+        if is_full or now - self._held_since >= GROUP_S or step.number < 2:
             self._fetch(clock)
-        self._write_arrived(clock, everything=False)
+        if self.groups:
+            self._write_arrived(clock, everything=False)
 
     def finish(self, clock: Any) -> None:
         """Write all steps, and wait for those that the device has not finished."""
@@ -183,8 +223,10 @@ def line_of(step: Step, rank: int, clock: Any) -> str:
     """The line of the record of one step whose numbers have arrived."""
     seconds = step.seconds(clock)
     waited = seconds.get("data_wait")
-    parts = 1 if step.adds_losses else len(step.losses)
-    known_labels = bool(step.labels) and all(count is not None for count in step.labels)
+    batches, losses = step.batches, step.losses
+    parts = 1 if step.adds_losses else len(losses)
+    known_labels = bool(batches) and all(batch.labels is not None for batch in batches)
+    counted = sum([batch.tokens for batch in batches]) if step.given_tokens is None else step.given_tokens
     line = {
         "kind": "step",
         "rank": rank,
@@ -196,16 +238,16 @@ def line_of(step: Step, rank: int, clock: Any) -> str:
         "forward_s": seconds.get("forward"),
         "backward_s": seconds.get("backward"),
         "optimizer_s": seconds.get("optimizer"),
-        "tokens": sum(step.tokens),
-        "samples": sum(b.samples for b in step.batches),
-        "micro_batches": max(len(step.batches), 1),
+        "tokens": counted,
+        "samples": sum([batch.samples for batch in batches]),
+        "micro_batches": max(len(batches), 1),
         "updates": 1,
-        "loss": sum(step.losses) / parts if step.losses else math.nan,
-        "grad_norm": step.norms[0] if step.norms and not math.isnan(step.norms[0]) else None,
-        "data_digest": sum(step.digests) & digests.MASK64,
+        "loss": sum(losses) / parts if losses else math.nan,
+        "grad_norm": None if step.norm is None or math.isnan(step.norm) else step.norm,
+        "data_digest": step.digest & digests.MASK64,
         "variant": 0,
-        "positions": sum(b.positions for b in step.batches),
-        "label_tokens": sum(step.labels) if known_labels else None,
+        "positions": sum([batch.positions for batch in batches]),
+        "label_tokens": sum([batch.labels for batch in batches]) if known_labels else None,
         "attended_keys": None,
     }
     return json.dumps(line) + "\n"

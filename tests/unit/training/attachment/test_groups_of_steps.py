@@ -1,0 +1,79 @@
+"""Numbers of several steps, fetched together: each arrives at its own step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paceline.training import attachment  # noqa: E402
+
+
+@pytest.fixture
+def observer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module of the observer, as a script imports it."""
+    monkeypatch.syspath_prepend(str(Path(attachment.__file__).parent))
+    import paceline_observer
+
+    yield paceline_observer
+    for name in [name for name in sys.modules if name.startswith("paceline_")]:
+        del sys.modules[name]
+
+
+def test_counts_and_digests_of_unlike_batches_arrive_at_their_steps(observer: ModuleType, tmp_path: Path) -> None:
+    ids = torch.arange(8).reshape(2, 4)
+    labels = torch.tensor([[-100, 1, 2, 3], [-100, -100, 6, 7]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    # Tensors of one shape and dtype are copied at once, the others one by one; a long row is sampled.
+    inputs = [
+        {"input_ids": ids, "labels": labels, "attention_mask": mask},
+        {"input_ids": ids, "labels": labels, "attention_mask": mask.bool()},
+        {"input_ids": ids.flip(0), "attention_mask": mask},
+        {"input_ids": ids},
+        {"input_ids": ids, "labels": torch.tensor([3, 4])},
+        {"input_ids": torch.zeros(1, 5000, dtype=torch.int64), "labels": torch.zeros(1, 5000, dtype=torch.int64)},
+    ]
+    own = observer.Observer(str(tmp_path), {})
+    lines: list[str] = []
+    own.readout = readout = sys.modules["paceline_steps"].Readout(lines.append)
+    for number, kwargs in enumerate(inputs):
+        step = sys.modules["paceline_steps"].Step(number, float(number), end=number + 0.5)
+        step.batches = [own.batch_of((), kwargs)]
+        step.losses, step.norm = [torch.tensor(2.0 + number)], torch.tensor(0.5) if number else 0.25
+        readout.add(step, own.clock)
+    assert (readout.steps, readout.written) == (6, 2)
+    readout.finish(own.clock)
+    steps = [SimpleNamespace(**json.loads(line)) for text in lines for line in text.splitlines()]
+    assert [s.step for s in steps] == list(range(6))
+    assert [s.tokens for s in steps] == [7, 7, 7, 8, 8, 5000]
+    assert [s.label_tokens for s in steps] == [5, 5, None, None, None, 5000]
+    assert [s.positions for s in steps] == [8] * 5 + [5000]
+    assert [s.loss for s in steps] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert [s.grad_norm for s in steps] == [0.25] + [0.5] * 5
+    # The same rows in any order, whatever comes with them.
+    assert len({s.data_digest for s in steps[:5]}) == 1
+    assert steps[5].data_digest not in (0, steps[0].data_digest)
+
+
+def test_groups_end_by_their_number_of_steps_and_by_the_rows_they_hold(observer: ModuleType) -> None:
+    steps = sys.modules["paceline_steps"]
+    lines: list[str] = []
+    readout, clock = steps.Readout(lines.append), sys.modules["paceline_clocks"].HostClock()
+
+    def add(number: int, elements: int) -> int:
+        rows = torch.zeros(1, elements, dtype=torch.int64)
+        step = steps.Step(number, 0.0, end=1.0, batches=[steps.Batch(1, elements, elements, rows=rows)])
+        readout.add(step, clock)
+        return int(readout.written)
+
+    # The first two are written at once; a host that is busy for half a second would end a group, too.
+    steps.GROUP_S = 1e9
+    assert [add(number, 4) for number in range(2 + steps.GROUP_STEPS)] == [1, 2, *[2] * 31, 34]
+    assert add(34, steps.GROUP_ELEMENTS - 1) == 34
+    assert add(35, 1) == 36
