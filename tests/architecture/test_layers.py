@@ -95,6 +95,7 @@ EAGER = {
     "experiment.fields": {"pydantic"},
     "training.attachment.paceline_observer": {"torch"},
     "training.attachment.paceline_facts": {"torch"},
+    "training.attachment.paceline_weights": {"torch"},
 }
 KINDS = tuple(plugins.FOLDERS.values())
 

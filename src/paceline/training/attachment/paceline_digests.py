@@ -37,56 +37,6 @@ def digest_values(value: Tensor, offset: int = 0, chunk: int = 1 << 22) -> int:
     return total & MASK64
 
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter without those of wrappers.
-
-    >>> plain_name("module._orig_mod.layers.0.weight")
-    'layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def weights_of(parameters: Iterable[tuple[str, Any]]) -> dict[str, str] | None:
-    """By name, `shape:digest` of every trainable parameter, with `+` behind a digest of this rank's part only.
-
-    None if a parameter cannot be read here: one that was flattened with others, or partitioned by DeepSpeed.
-    """
-    found = {}
-    for name, value in parameters:
-        if not value.requires_grad:
-            continue
-        if name.endswith("_flat_param") or hasattr(value, "ds_id") or value.is_meta:
-            return None
-        local, offset, is_part = value, 0, False
-        if hasattr(value, "to_local"):
-            part = _local_part(value)
-            if part is None:
-                return None
-            local, offset, is_part = part
-        shape = "x".join(map(str, value.shape))
-        found[plain_name(name)] = f"{shape}:{digest_values(local, offset):016x}{'+' if is_part else ''}"
-    return found or None
-
-
-def _local_part(value: Any) -> tuple[Any, int, bool] | None:
-    """This rank's part of a DTensor, its position in the whole, and whether it is less than that.
-
-    None for layouts other than one replica or rows sharded over one mesh dimension.
-    """
-    placements = value.placements
-    if all(p.is_replicate() for p in placements):
-        return value.to_local(), 0, False
-    if len(placements) != 1 or not placements[0].is_shard(0):
-        return None
-    mesh, rows = value.device_mesh, value.shape[0]
-    per_rank = -(-rows // mesh.size())
-    first = min(mesh.get_local_rank() * per_rank, rows)
-    return value.to_local(), first * (value.numel() // max(rows, 1)), True
-
-
 # --- batches ---
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import paceline_weights as weights
 import paceline_wire
 import torch
 
@@ -91,26 +92,29 @@ def owner_of(optimizer: Any) -> Any:
 def about(root: Any, optimizer: Any) -> dict[str, Any]:
     """Parameters, dtypes, optimizer and wrapper."""
     sizes: dict[str, int] = {}
-    trained = frozen = 0
-    for parameter in root.parameters():
-        count = int(getattr(parameter, "ds_numel", 0)) or parameter.numel()
-        if parameter.requires_grad:
-            trained += count
-            sizes[_dtype(parameter.dtype)] = sizes.get(_dtype(parameter.dtype), 0) + count
+    frozen = 0
+    for weight in weights.weights_in(root):
+        if weight.is_trained:
+            sizes[_dtype(weight.dtype)] = sizes.get(_dtype(weight.dtype), 0) + weight.elements
         else:
-            frozen += count
+            frozen += weight.elements
     inner = optimizer
     while hasattr(inner, "optimizer") and inner.optimizer is not inner:
         inner = inner.optimizer
     return {
-        "parameters": trained,
+        "parameters": sum(sizes.values()),
         "frozen_parameters": frozen,
         "dtypes": {"parameters": max(sizes, key=lambda name: sizes[name])} if sizes else {},
         "optimizer": "none" if inner is None else type(inner).__name__,
         "wrapper": wrapper_of(root),
         "compiled": _is_compiled(root),
-        "is_whole": not any("flat_param" in name for name, _ in root.named_parameters()),
     }
+
+
+def trained_elements(module: Any) -> int:
+    """How many elements of a module are trained, as far as this rank has them: DeepSpeed leaves none in the tensors of
+    ZeRO-3."""
+    return sum(int(getattr(p, "ds_numel", 0)) or p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def wrapper_of(root: Any) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 import paceline_digests as digests
 import paceline_facts as facts
+import paceline_weights as weights
 import torch
 from paceline_clocks import CudaClock, HostClock
 from paceline_steps import Batch, Readout, Step
@@ -98,6 +99,8 @@ class Observer:
         self.tracked: dict[str, Any] = {}
         self.ended = False
         self.early: Any = None
+        self.norm_of: Callable[[], Any] | None = None
+        self.clips: Any = None
         self.limit = options.get("steps")
         self.traced = options.get("trace") or []
         self.is_tracked = False
@@ -133,7 +136,7 @@ class Observer:
     @guarded
     def adopt(self, module: Any, args: Any) -> None:
         """Take the largest module that is called by itself and learns as the model of the script."""
-        size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        size = facts.trained_elements(module)
         if not size or (self.root is not None and size <= self.facts.get("size", 0)):
             return
         if self.is_blind and not self.see_again():
@@ -147,6 +150,7 @@ class Observer:
         self.root = module
         self.facts |= {"size": size, "device": device}
         self.hook_model()
+        self.wrap_methods()
         # The hooks of this call were collected before these were added.
         self.before_forward(module, args, {}, is_first=True)
         if hasattr(module, "_orig_mod"):
@@ -173,6 +177,15 @@ class Observer:
             self.root.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True),
             self.root.register_forward_hook(Hook(self.after_forward), with_kwargs=True, always_call=True),
         ]
+
+    def wrap_methods(self) -> None:
+        """Gradient norms that no function of torch returns: DeepSpeed's engine keeps them, FSDP 1 has a method."""
+        self.norm_of = getattr(self.root, "get_global_grad_norm", None)
+        kinds = (type(m) for m in self.root.modules() if type(m).__name__ == "FullyShardedDataParallel")
+        kind = next(kinds, None)
+        if kind is not None and kind is not self.clips:
+            self.clips = kind
+            kind.clip_grad_norm_ = observed_clip(self, kind.clip_grad_norm_)
 
     def unhook_model(self) -> None:
         for handle in self.handles:
@@ -348,7 +361,7 @@ class Observer:
             {"compiled": True, "is_blind": True} if self.is_blind else {}
         )
         self.facts["autocast"] = self.facts.get("autocast") or facts.hidden_autocast(self.root)
-        self.facts["weights"] = digests.weights_of(self.root.named_parameters())
+        self.facts["weights"] = weights.digests_of(self.root)
         self.facts["flags"] = facts.precision_flags()
         self.facts["began_at_s"] = time.time()
 
@@ -439,6 +452,8 @@ class Observer:
 
     def name_numbers(self, step: Step) -> None:
         """Say which numbers of a step its line consists of; they stay where they are."""
+        if step.norm is None and self.norm_of is not None:
+            step.norm = self.norm_of()
         tracked = self.tracked.get("losses")
         source = "track" if tracked else "output" if step.losses else "backward"
         # The sum of what was differentiated: scripts divide by the number of micro batches before they do that.
@@ -531,7 +546,7 @@ class Observer:
         self.readout.finish(self.clock)
         self.write_line(facts.memory_line(self.rank, self.facts["device"]))
         is_known = self.root is not None and not self.facts.get("crash")
-        final = digests.weights_of(self.root.named_parameters()) if is_known else None
+        final = weights.digests_of(self.root) if is_known else None
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None
@@ -590,7 +605,7 @@ def attach() -> None:
 
 def wrap_public_functions(own: Observer) -> None:
     """Backward passes, gradient clipping and saving have no hook: their public functions are wrapped."""
-    backward, clip, save = torch.autograd.backward, torch.nn.utils.clip_grad_norm_, torch.save
+    backward, save = torch.autograd.backward, torch.save
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -600,18 +615,25 @@ def wrap_public_functions(own: Observer) -> None:
         finally:
             own.after_backward(begin, tensors)
 
-    @functools.wraps(clip)
-    def observed_clip(*args: Any, **kwargs: Any) -> Any:
-        norm = clip(*args, **kwargs)
-        if own.step is not None and not hasattr(norm, "to_local"):
-            own.step.norm = norm.detach() if hasattr(norm, "detach") else norm
-        return norm
-
     @functools.wraps(save)
     def save_without_hooks(*args: Any, **kwargs: Any) -> Any:
         with own.hidden_hooks():
             return save(*args, **kwargs)
 
     torch.autograd.backward = observed_backward
-    torch.nn.utils.clip_grad_norm_ = observed_clip
+    torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
     torch.save = save_without_hooks
+
+
+def observed_clip(own: Observer, clip: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that clips gradients, whose result is noted as the gradient norm of the step."""
+
+    @functools.wraps(clip)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        # A DTensor has this rank's part only.
+        if own.step is not None and not hasattr(norm, "to_local"):
+            own.step.norm = norm.detach() if hasattr(norm, "detach") else norm
+        return norm
+
+    return call

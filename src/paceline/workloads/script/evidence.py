@@ -38,7 +38,7 @@ def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat, trace: str 
         init_digest=digest_of(weights),
         init_digests=weights,
         final_digests=facts.get("final_weights"),
-        parameters=facts.get("parameters", 0) if facts.get("is_whole", True) else 0,
+        parameters=facts.get("parameters", 0),
         dtypes=dtypes,
         optimizer={"class": facts.get("optimizer", "unknown")},
         groups=facts.get("groups"),
