@@ -17,7 +17,7 @@ from paceline.cli.verbs import DEFAULT_OUT, add_list_option, add_out_option, add
 from paceline.errors import RequestError, require
 
 DEFAULT_REPEATS = 3
-_EXIT = re.compile(r"the script ended with exit code (\d+)")
+_EXIT = re.compile(r"the script (?:ended with exit code (\d+)|was ended by signal (\d+))")
 
 
 def add_verbs(verbs: Any) -> None:
@@ -149,10 +149,11 @@ def recipe(arguments: argparse.Namespace) -> int:
 
 
 def script_exit_code(directory: Path) -> int | None:
-    """The exit code of the first run in which the script failed; None if none did."""
+    """The exit code of the first run in which the script failed, 128 + N for signal N as in a shell; None if none
+    did."""
     from paceline.results.launches import read_experiment
 
     for record in read_experiment(directory)[0] if directory.is_dir() else ():
         if match := _EXIT.search(record.error or ""):
-            return int(match[1])
+            return int(match[1]) if match[1] else 128 + int(match[2])
     return None

@@ -241,6 +241,9 @@ def _optimizer_differs(run: Observed, baseline: Observed) -> str | None:
         return what
     if missing := _unmatched(known, own):
         return f"a group is missing ({missing})"
+    limits = [each.evidence[0].settings.get("clip_norm") for each in (run, baseline)]
+    if None not in limits and limits[0] != limits[1]:
+        return f"clip norm {limits[0]} instead of {limits[1]}"
     rates = [str(each.evidence[0].settings.get("rates")) for each in (run, baseline)]
     same_length = rates[0].partition(":")[0] == rates[1].partition(":")[0]
     return "another schedule of learning rates" if same_length and rates[0] != rates[1] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -149,6 +150,15 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
         values["elements"] = sum(p.numel() for p in group["params"] if p.requires_grad or p.grad is not None)
         found.append(values)
     return found
+
+
+def clip_norm(limit: float) -> float | str:
+    """The norm to which gradients are clipped; DeepSpeed's 0 and an infinite one are `none`.
+
+    >>> clip_norm(1), clip_norm(0.0), clip_norm(float("inf"))
+    (1.0, 'none', 'none')
+    """
+    return float(limit) if 0 < limit < math.inf else "none"
 
 
 def autocast(device: str) -> str | None:

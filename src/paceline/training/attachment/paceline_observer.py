@@ -181,6 +181,8 @@ class Observer:
     def wrap_methods(self) -> None:
         """Gradient norms that no function of torch returns: DeepSpeed's engine keeps them, FSDP 1 has a method."""
         self.norm_of = getattr(self.root, "get_global_grad_norm", None)
+        if self.norm_of is not None:
+            self.facts["clip_norm"] = facts.clip_norm(self.root.gradient_clipping())
         kinds = (type(m) for m in self.root.modules() if type(m).__name__ == "FullyShardedDataParallel")
         kind = next(kinds, None)
         if kind is not None and kind is not self.clips:
@@ -556,7 +558,8 @@ class Observer:
             # torchrun itself, whose ranks failed; it is not one of them.
             return
         lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-        self.facts["crash"] = {"error": f"{kind.__name__}: {error}".split("\n")[0], "lines": lines[-LAST_LINES:]}
+        words = f"{kind.__name__}: {error}".split("\n")[0]
+        self.facts["crash"] = {"at_s": time.time(), "error": words, "lines": lines[-LAST_LINES:]}
         with contextlib.suppress(Exception):
             self.write_facts(crash=self.facts["crash"])
 
@@ -626,7 +629,10 @@ def wrap_public_functions(own: Observer) -> None:
 
 
 def observed_clip(own: Observer, clip: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that clips gradients, whose result is noted as the gradient norm of the step."""
+    """A function that clips gradients: its limit, and its result as the gradient norm of the step, are noted.
+
+    Its arguments are the parameters and the limit; those of a method, the module and the limit.
+    """
 
     @functools.wraps(clip)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -634,6 +640,9 @@ def observed_clip(own: Observer, clip: Callable[..., Any]) -> Callable[..., Any]
         # A DTensor has this rank's part only.
         if own.step is not None and not hasattr(norm, "to_local"):
             own.step.norm = norm.detach() if hasattr(norm, "detach") else norm
+        limit = args[1] if len(args) > 1 else kwargs.get("max_norm")
+        if isinstance(limit, float | int):
+            own.facts.setdefault("clip_norm", facts.clip_norm(limit))
         return norm
 
     return call

@@ -31,6 +31,7 @@ def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat, trace: str 
         "data": next((source for source in ("given", "unseen", "tokens") if sources.get(source)), "samples"),
         "frozen_parameters": facts.get("frozen_parameters", 0),
         "rates": facts.get("rates"),
+        "clip_norm": facts.get("clip_norm"),
         **({"observer": facts["broken"]} if facts.get("broken") else {}),
         **({"trace": trace} if trace else {}),
     }

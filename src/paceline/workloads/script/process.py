@@ -221,24 +221,28 @@ def read_facts(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def require_success(output: Output, folder: Path, rank: int) -> None:
-    """ScriptError if the script failed: with the error of this rank, else of another, else the last line printed."""
+    """ScriptError if the script failed: with the first error of a rank, else the last line printed."""
     if output.code == 0:
         return
     last = next((line for line in reversed(output.lines) if line.strip()), "it printed nothing")
-    words = crash_of(folder, rank) or first_crash(folder) or last
+    words = first_crash(folder, rank) or last
     how = f"ended with exit code {output.code}" if output.code > 0 else f"was ended by {signal_name(-output.code)}"
     raise ScriptError(f"the script {how}: {words}")
 
 
-def crash_of(folder: Path, rank: int) -> str | None:
-    crash = read_facts(folder, rank).get("crash")
-    return str(crash["error"]) if crash else None
+def first_crash(folder: Path, own_rank: int) -> str | None:
+    """The earliest error of a rank here, which is named unless it is our own.
 
-
-def first_crash(folder: Path) -> str | None:
-    """The error of the lowest rank that raised one: a launcher ends the others without a word."""
-    ranks = sorted(int(path.name.split("-")[1].partition(".")[0]) for path in folder.glob("rank-*.facts.json"))
-    return next((f"rank {rank}: {error}" for rank in ranks if (error := crash_of(folder, rank))), None)
+    Later ones are its effects: the other ranks lose their connection to it, and a launcher ends them without a word.
+    """
+    ranks = {int(path.name.split("-")[1].partition(".")[0]) for path in folder.glob("rank-*.facts.json")}
+    crashes = [
+        (crash["at_s"], rank, crash["error"]) for rank in ranks if (crash := read_facts(folder, rank).get("crash"))
+    ]
+    if not crashes:
+        return None
+    _, rank, error = min(crashes)
+    return str(error) if rank == own_rank else f"rank {rank}: {error}"
 
 
 def why_nothing(spec: RunSpec, folder: Path, facts: Mapping[str, Any]) -> str:

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow
 MISTAKES = (
     *("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group"),
     *("other data", "other rate", "rate of one step", "fewer updates", "other seed", "fewer layers", "other optimizer"),
+    *("same data on both ranks", "dropout", "averaged weights", "autocast", "half gradients", "stale gradients"),
+    *("other clip", "lost momentum"),
 )
 # One interpreter for all: each mistake gets two forked ranks, which average their gradients through shared memory.
 TRAIN = """
@@ -54,11 +56,15 @@ for step in range(steps - 1 if mistake == "fewer updates" else steps):
     if mistake == "rate of one step":
         for group in optimizer.param_groups:
             group["lr"] = 0.02 if step == 3 else 0.01
-    micro_batches = data[step, :, part]
+    micro_batches = data[step, :, 0 if mistake == "same data on both ranks" else part]
     if mistake == "fewer micro batches" and step == 4:
         micro_batches = micro_batches[:1]
     for ids in micro_batches:
-        torch.nn.functional.cross_entropy(model(ids), ids[:, 0]).backward()
+        with torch.autocast("cpu", enabled=mistake == "autocast"):
+            logits = model(ids)
+        if mistake == "dropout":
+            logits = torch.nn.functional.dropout(logits, 0.1)
+        torch.nn.functional.cross_entropy(logits, ids[:, 0]).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     if mistake != "no reduction" or step != 3:
         shared[rank, : len(gradient)] = gradient
@@ -67,11 +73,20 @@ for step in range(steps - 1 if mistake == "fewer updates" else steps):
         barrier.wait()
     for p, g in zip(model.parameters(), gradient.split([p.numel() for p in model.parameters()])):
         p.grad = g.reshape(p.shape).clone()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if mistake == "half gradients":
+            p.grad /= 2
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.9 if mistake == "other clip" else 1.0)
     if mistake == "frozen layer":
         model[2].weight.grad = None
+    if mistake == "lost momentum" and step == 3:
+        optimizer.state.clear()
     optimizer.step()
-    optimizer.zero_grad()
+    if mistake == "averaged weights" and step == 3:
+        for p, older in zip(model.parameters(), before):
+            p.data.lerp_(older, 0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    if mistake != "stale gradients" or step != 3:
+        optimizer.zero_grad()
 atexit._run_exitfuncs()
 os._exit(0)
 """
@@ -111,6 +126,14 @@ def test_the_same_work_is_certified(certificates: Mapping[str, Certificate]) -> 
         ("other seed", "initial weights"),
         ("fewer layers", "parameters"),
         ("other optimizer", "optimizer: class Adam instead of AdamW"),
+        ("same data on both ranks", "data: other samples at step 0"),
+        ("dropout", "losses: "),
+        ("averaged weights", "losses: "),
+        ("autocast", "compute dtype: bf16 instead of fp32"),
+        ("half gradients", "gradient norms: "),
+        ("stale gradients", "gradient norms: "),
+        ("other clip", "optimizer: clip norm 0.9 instead of 1.0"),
+        ("lost momentum", "losses: "),
     ],
 )
 def test_each_mistake_is_different(certificates: Mapping[str, Certificate], mistake: str, what: str) -> None:

@@ -1,0 +1,37 @@
+"""Whose error a failed script has, and which exit code `paceline measure` returns for it."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import scripts
+from paceline.errors import ScriptError
+from paceline.workloads.script import process
+
+
+def test_the_earliest_error_is_the_cause(tmp_path: Path) -> None:
+    """Rank 0 lost its connection because rank 1 had failed; rank 2 was ended without a word."""
+    crashes = {0: (12.5, "RuntimeError: Connection closed by peer"), 1: (12.0, "ValueError: a bad batch")}
+    for rank, (at_s, error) in crashes.items():
+        facts = {"crash": {"at_s": at_s, "error": error, "lines": []}}
+        (tmp_path / f"rank-{rank}.facts.json").write_text(json.dumps(facts))
+    (tmp_path / "rank-2.facts.json").write_text("{}")
+    output = process.Output(1, collections.deque(["the last line"]))
+    for rank, words in ((0, "rank 1: ValueError: a bad batch"), (1, "ValueError: a bad batch")):
+        with pytest.raises(ScriptError, match=f"^the script ended with exit code 1: {words}$"):
+            process.require_success(output, tmp_path, rank)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(7, 7), (-9, 137), (-1000, 1128)])
+def test_the_exit_code_is_that_of_a_shell(
+    code: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ScriptError) as failed:
+        process.require_success(process.Output(code, collections.deque()), tmp_path, 0)
+    record = type("Record", (), {"error": str(failed.value)})
+    monkeypatch.setattr("paceline.results.launches.read_experiment", lambda directory: ([record], []))
+    assert scripts.script_exit_code(tmp_path) == expected
