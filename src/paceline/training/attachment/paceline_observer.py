@@ -90,7 +90,8 @@ class Observer:
         self.readout = Readout(self.write_text)
         self.facts: dict[str, Any] = {}
         self.rates = hashlib.sha256()
-        self.last_rates: list[float] | None = None
+        self.step_rates: set[float] = set()
+        self.last_rates: set[float] | None = None
         self.rates_text = b""
         self.sources: Counter[str] = Counter()
         self.stepped: dict[int, Any] = {}
@@ -105,7 +106,6 @@ class Observer:
         self.traced = options.get("trace") or []
         self.is_tracked = False
         self.pause_began: Any = None
-        self.adds_losses = False
         self.pauses: list[tuple[str, Any, Any]] = []
         self.pid = os.getpid()
         self.world_size = 1
@@ -253,8 +253,8 @@ class Observer:
         if loss is not None:
             # A copy: compiled graphs write the next loss into the same memory, and scripts divide it in place.
             step.losses.append(facts.copy_loss(loss))
-            # Hugging Face Trainer divides the loss of a micro batch by the labels of the whole step.
-            self.adds_losses = kwargs.get("num_items_in_batch") is not None
+            # Hugging Face Trainer divides the loss of a micro batch by the labels of the whole step, of all ranks.
+            step.divisor = kwargs.get("num_items_in_batch")
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
         """Counts of a micro batch and a copy of its rows, left on the device."""
@@ -351,11 +351,16 @@ class Observer:
             self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
-        # The rates that are in use: frameworks split the same parameters into other numbers of groups.
-        rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), float | int)]
-        if rates != self.last_rates:
-            self.last_rates, self.rates_text = rates, repr(sorted({*rates})).encode()
+        rates = (group.get("lr") for group in optimizer.param_groups)
+        self.step_rates.update([rate for rate in rates if isinstance(rate, float | int)])
+
+    def note_rates(self) -> None:
+        """The learning rates of a step: frameworks split the same parameters into other numbers of groups, and step
+        with them one by one."""
+        if self.step_rates != self.last_rates:
+            self.last_rates, self.rates_text = self.step_rates, repr(sorted(self.step_rates)).encode()
         self.rates.update(self.rates_text)
+        self.step_rates = set()
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
@@ -447,6 +452,7 @@ class Observer:
             self.stop_discovery()
             self.open_file()
         self.step, self.last_end = None, step.end
+        self.note_rates()
         self.name_numbers(step)
         self.readout.add(step, self.clock)
         if step.number in (0, 1, 9):
@@ -459,7 +465,7 @@ class Observer:
         tracked = self.tracked.get("losses")
         source = "track" if tracked else "output" if step.losses else "backward"
         # The sum of what was differentiated: scripts divide by the number of micro batches before they do that.
-        step.adds_losses = source == "backward" or (source == "output" and self.adds_losses)
+        step.adds_losses = source == "backward" or (source == "output" and step.divisor is not None)
         step.losses = tracked or step.losses or step.backward_losses
         self.sources[LOSS_SOURCES[source if step.losses else "none"]] += 1
         if self.tracked:

@@ -47,8 +47,9 @@ class Batch:
 class Step:
     """What was seen of one step. spans: phase, begin and end; pauses are evaluations inside it.
 
-    Numbers are tensors of one element until they have arrived. adds_losses: each is a part of the whole. given_tokens:
-    those that the script says. digest: the sum of those of the micro batches.
+    Numbers are tensors of one element until they have arrived. adds_losses: each is a part of the whole. divisor: the
+    number of labels on all ranks, by which each was divided. given_tokens: those that the script says. digest: the sum
+    of those of the micro batches.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Step:
     norm: Any = None
     end: Any = None
     adds_losses: bool = False
+    divisor: Any = None
     given_tokens: int | None = None
     digest: int = 0
 
@@ -154,6 +156,7 @@ def _scalars_of(steps: Iterable[Step]) -> dict[Key, tuple[list[Home], list[Any]]
 
     for step in steps:
         add(step.norm, (step, "norm", None))
+        add(step.divisor, (step, "divisor", None))
         for index, loss in enumerate(step.losses):
             add(loss, (step, "losses", index))
         for batch in step.batches:
@@ -226,6 +229,9 @@ def line_of(step: Step, rank: int, clock: Any) -> str:
     batches, losses = step.batches, step.losses
     parts = 1 if step.adds_losses else len(losses)
     known_labels = bool(batches) and all(batch.labels is not None for batch in batches)
+    labels = sum([batch.labels for batch in batches]) if known_labels else None
+    # The mean over the labels of this rank.
+    scale = step.divisor / labels if step.adds_losses and step.divisor is not None and labels else 1.0
     counted = sum([batch.tokens for batch in batches]) if step.given_tokens is None else step.given_tokens
     line = {
         "kind": "step",
@@ -242,12 +248,12 @@ def line_of(step: Step, rank: int, clock: Any) -> str:
         "samples": sum([batch.samples for batch in batches]),
         "micro_batches": max(len(batches), 1),
         "updates": 1,
-        "loss": sum(losses) / parts if losses else math.nan,
+        "loss": sum(losses) * scale / parts if losses else math.nan,
         "grad_norm": None if step.norm is None or math.isnan(step.norm) else step.norm,
         "data_digest": step.digest & digests.MASK64,
         "variant": 0,
         "positions": sum([batch.positions for batch in batches]),
-        "label_tokens": sum([batch.labels for batch in batches]) if known_labels else None,
+        "label_tokens": labels,
         "attended_keys": None,
     }
     return json.dumps(line) + "\n"

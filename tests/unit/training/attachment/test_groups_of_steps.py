@@ -77,3 +77,38 @@ def test_groups_end_by_their_number_of_steps_and_by_the_rows_they_hold(observer:
     assert [add(number, 4) for number in range(2 + steps.GROUP_STEPS)] == [1, 2, *[2] * 31, 34]
     assert add(34, steps.GROUP_ELEMENTS - 1) == 34
     assert add(35, 1) == 36
+
+
+def test_a_loss_divided_by_the_labels_of_all_ranks_is_that_of_this_rank(observer: ModuleType) -> None:
+    """Two ranks with 6 and 2 labels, of which ours has 6: a mean loss of 4 over them is 4 * 6 / 8 for the Trainer."""
+    steps, lines = sys.modules["paceline_steps"], []
+    readout, clock = steps.Readout(lines.append), sys.modules["paceline_clocks"].HostClock()
+    batches = [steps.Batch(1, 4, 4, labels=torch.tensor(count)) for count in (4, 2)]
+    step = steps.Step(0, 0.0, end=1.0, batches=batches, adds_losses=True, divisor=torch.tensor(8))
+    step.losses = [torch.tensor(2.0), torch.tensor(1.0)]
+    readout.add(step, clock)
+    assert json.loads(lines[0])["loss"] == 4.0
+    unknown = steps.Step(1, 1.0, end=2.0, batches=[steps.Batch(1, 4, 4)], adds_losses=True, divisor=8, losses=[3.0])
+    readout.add(unknown, clock)
+    assert json.loads(lines[1])["loss"] == 3.0
+
+
+def test_groups_that_step_one_by_one_have_the_rates_of_those_that_step_together(
+    observer: ModuleType, tmp_path: Path
+) -> None:
+    """DeepSpeed's ZeRO-1 and 2 give the optimizer one group after the other."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    found = []
+    for parts in ([[0, 1]], [[0], [1]], [[0, 1], [0]]):
+        own = observer.Observer(str(tmp_path), {})
+        own.root = torch.nn.ParameterList(weights)
+        optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1} for weight in weights], lr=0.1)
+        groups = optimizer.param_groups
+        groups[1]["lr"] = 0.2 if parts != [[0, 1], [0]] else 0.3
+        for part in parts:
+            optimizer.param_groups = [groups[number] for number in part]
+            own.before_step(optimizer)
+        own.note_rates()
+        found.append(own.rates.hexdigest())
+        assert own.broken is None
+    assert found[0] == found[1] != found[2]
