@@ -139,22 +139,26 @@ class Profile:
 LEAST_KNOWN = 0.9
 # Prefix of the profiler's ranges around what is sent over a mesh dimension.
 _RANGE = "paceline:"
+# Prefix of calls of CUDA's runtime and driver (cudaLaunchKernelExC, cuLaunchKernelEx, cudaStreamSynchronize).
+_CALLS = "cu"
 
 
 class DimensionProfile(Profile):
     """Also splits communication by mesh dimension, with a range around every collective when it is started.
 
-    On CUDA a kernel of NCCL belongs to the range in which the call was made that launched it; messages of a pipeline
-    are launched together, after their ranges. On a CPU a collective of gloo belongs to the range in which it starts.
-    Point-to-point messages of gloo have no event that lasts until they arrive: waiting for them counts.
+    On CUDA a kernel of NCCL belongs to the range in which the host launched it; messages are launched together, after
+    their ranges. On a CPU a collective of gloo belongs to the range in which it starts. Point-to-point messages of gloo
+    have no event that lasts until they arrive: waiting for them counts.
     """
 
     def __init__(self, device: str, clock: Clock) -> None:
         super().__init__(device, clock)
         self.ranges: list[tuple[Span, str]] = []
-        # On CUDA: kernels with the number of the call on the host that launched them, and when calls were made.
-        self.launched: list[tuple[Span, str, int]] = []
-        self.calls: dict[int, float] = {}
+        # On CUDA: kernels of NCCL with two numbers, and when events of the host with these numbers began. CUPTI numbers
+        # launches, torch numbers its operators, and both count from 1.
+        self.kernels: list[tuple[Span, str, int, int]] = []
+        self.launches: dict[int, float] = {}
+        self.operators: dict[int, float] = {}
 
     def activities(self) -> list[Any]:
         from torch.profiler import ProfilerActivity
@@ -167,25 +171,35 @@ class DimensionProfile(Profile):
             yield
 
     def add(self, event: Any, origin_ns: int = 0) -> None:
-        begin_s, on_device = (event.start_ns() - origin_ns) / 1e9, "CUDA" in str(event.device_type())
+        name, begin_s, on_device = (
+            event.name(),
+            (event.start_ns() - origin_ns) / 1e9,
+            "CUDA" in str(event.device_type()),
+        )
         span = begin_s, begin_s + event.duration_ns() / 1e9
-        if self.device == "cuda" and not on_device:
-            self.calls[event.correlation_id()] = begin_s
-        if event.name().startswith(_RANGE):
+        if name.startswith(_RANGE):
             if not on_device:
-                self.ranges.append((span, event.name().removeprefix(_RANGE)))
-        elif self.device == "cpu" or not getattr(event, "is_user_annotation", lambda: False)():
-            if on_device and event.name().startswith("nccl"):
-                self.launched.append((span, event.name(), event.linked_correlation_id()))
-            super().add(event, origin_ns)
+                self.ranges.append((span, name.removeprefix(_RANGE)))
+            return
+        if self.device == "cuda":
+            if event.is_user_annotation():
+                return  # NCCL's own ranges, which the device shows once more
+            if on_device and name.startswith("nccl"):
+                self.kernels.append((span, name, event.correlation_id(), event.linked_correlation_id()))
+            elif not on_device and name.startswith(_CALLS):
+                if "Launch" in name:
+                    self.launches[event.correlation_id()] = begin_s
+            elif not on_device:
+                self.operators[event.correlation_id()] = begin_s
+        super().add(event, origin_ns)
 
     def spans(self) -> dict[str, list[Span]]:
         """When something was sent, by dimension."""
         found: defaultdict[str, list[Span]] = defaultdict(list)
         starts = sorted(self.ranges)
         if self.device == "cuda":
-            known = ((span, name, self.calls[call]) for span, name, call in self.launched if call in self.calls)
-            began = [(span, at, "SendRecv" in name) for span, name, at in known]
+            known = ((span, name, self._launched_at(launch, operator)) for span, name, launch, operator in self.kernels)
+            began = [(span, at, "SendRecv" in name) for span, name, at in known if at is not None]
         else:
             began = [(span, span[0], False) for span in self.communication]
         for span, at, is_message in began:
@@ -197,6 +211,11 @@ class DimensionProfile(Profile):
             if name.startswith(_WAIT):
                 found[name.removeprefix(_WAIT)].append(span)
         return found
+
+    def _launched_at(self, launch: int, operator: int) -> float | None:
+        """When the host launched a kernel; if that was not recorded, when its operator began. Messages
+        that are launched together have none."""
+        return self.launches.get(launch, self.operators.get(operator) if operator else None)
 
     def samples(self, rank: int, steps: int, dimensions: Iterable[str]) -> list[ExposureSample]:
         """One sample per dimension; each moment counts for the first dimension that is exposed then. None at all if the

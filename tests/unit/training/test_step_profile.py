@@ -73,12 +73,13 @@ def test_a_real_profile_sees_compute() -> None:
 
 
 class Event:
-    """What torch's profiler hands over."""
+    """What torch's profiler hands over. call: the number of an operator or launch; linked: of a kernel's operator."""
 
-    def __init__(self, name: str, device: str, begin: float, end: float, call: int = 0) -> None:
-        self.correlation_id = self.linked_correlation_id = lambda: call
+    def __init__(self, name: str, device: str, begin: float, end: float, call: int = 0, linked: int = 0) -> None:
+        self.correlation_id, self.linked_correlation_id = lambda: call, lambda: linked
         self.name, self.device_type = lambda: name, lambda: f"DeviceType.{device}"
         self.start_ns, self.duration_ns = lambda: round(begin * 1e9), lambda: round((end - begin) * 1e9)
+        self.is_user_annotation = lambda: name.startswith(("nccl:", "paceline:"))
 
 
 def test_waiting_on_the_host_is_not_compute_on_the_device() -> None:
@@ -97,25 +98,57 @@ def test_waiting_on_the_host_is_not_compute_on_the_device() -> None:
     assert profile.sample(0, 1, batches=3, batch_bytes=100).h2d_s is None
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_kernels_belong_to_the_dimension_of_the_call_that_launched_them(is_known: bool) -> None:
-    """Kernels run later than their calls, on other streams and in another order."""
+# Two collectives and a message, as the host started them. Operators and launches have the same numbers.
+STARTED = (
+    Event("paceline:tp", "CPU", 0.0, 0.1, 1),
+    Event("record_param_comms", "CPU", 0.05, 0.06, 2),
+    Event("paceline:shard", "CPU", 0.2, 0.3, 3),
+    Event("record_param_comms", "CPU", 0.25, 0.26, 4),
+    Event("paceline:pp", "CPU", 0.4, 0.5, 5),
+    Event("nccl:coalesced", "CPU", 0.6, 0.7, 6),
+)
+LAUNCHES = (
+    Event("cuLaunchKernelEx", "CPU", 0.055, 0.056, 4),
+    Event("cudaLaunchKernelExC", "CPU", 0.255, 0.256, 2),
+    Event("cudaLaunchKernelExC", "CPU", 0.65, 0.66, 7),
+    Event("cudaStreamSynchronize", "CPU", 0.7, 0.8, 3),
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "exposed"),
+    [
+        ((*STARTED, *LAUNCHES), {"tp": 1.0, "pp": 0.5, "shard": 1.0}),
+        # Without the launches a message has no operator, which is too much of the communication.
+        (STARTED, {}),
+        (LAUNCHES, {}),
+    ],
+    ids=["launches", "operators", "no ranges"],
+)
+def test_kernels_belong_to_the_dimension_in_which_they_were_launched(
+    host: tuple[Event, ...], exposed: dict[str, float]
+) -> None:
+    """Kernels run later than their launches, on other streams and in another order. A message is launched after its
+    range, and by no operator. The device shows NCCL's own ranges once more."""
     profile = DimensionProfile("cuda", HostClock())
     for event in (
-        Event("paceline:tp", "CPU", 0.0, 0.1, 1),
-        Event("record_param_comms", "CPU", 0.05, 0.06, 2),
-        Event("paceline:shard", "CPU", 0.2, 0.3, 3),
-        Event("record_param_comms", "CPU", 0.25, 0.26, 4),
-        Event("paceline:pp", "CPU", 0.4, 0.5, 5),
-        Event("nccl:coalesced", "CPU", 0.6, 0.7, 6),
-        Event("ncclDevKernel_AllGather", "CUDA", 1.0, 3.0, 4 if is_known else 99),
-        Event("ncclDevKernel_AllReduce", "CUDA", 4.0, 5.0, 2),
-        Event("ncclDevKernel_SendRecv", "CUDA", 6.0, 6.5, 6),
-        Event("gemm", "CUDA", 2.0, 4.0, 7),
+        *host,
+        Event("nccl:_all_gather_base", "CUDA", 1.0, 3.0, 4),
+        Event("ncclDevKernel_AllGather", "CUDA", 1.0, 3.0, 2, 4),
+        Event("ncclDevKernel_AllReduce", "CUDA", 4.0, 5.0, 4, 2),
+        Event("ncclDevKernel_SendRecv", "CUDA", 6.0, 6.5, 7),
+        Event("gemm", "CUDA", 2.0, 4.0, 8, 9),
     ):
         profile.add(event)
-    exposed = {s.dimension: s.exposed_s for s in profile.samples(0, 1, ("tp", "pp", "shard"))}
-    assert exposed == (pytest.approx({"tp": 1.0, "pp": 0.5, "shard": 1.0}) if is_known else {})
+    assert profile.communication == [(1.0, 3.0), (4.0, 5.0), (6.0, 6.5)]
+    assert {s.dimension: s.exposed_s for s in profile.samples(0, 1, ("tp", "pp", "shard"))} == pytest.approx(exposed)
+
+
+def test_without_launches_a_kernel_belongs_to_its_operator() -> None:
+    profile = DimensionProfile("cuda", HostClock())
+    for event in (*STARTED, Event("ncclDevKernel_AllReduce", "CUDA", 4.0, 5.0, 4, 2)):
+        profile.add(event)
+    assert profile.spans() == {"tp": [(4.0, 5.0)]}
 
 
 # --- classes of kernels ---
