@@ -87,7 +87,8 @@ def test_comparisons_cover_layouts_with_other_accumulations(layouts: Any) -> Non
 # --- mixtures of experts ---
 
 # tests/adversary certifies experts beside replicas.
-MIXED = (*(("mesh:ep=2,shard=4",) if EXHAUSTIVE else ()), "mesh:pp=2,ep=2")
+MORE_MIXED = ("mesh:ep=2,shard=4", "mesh:tp=2,pp=2", "mesh:tp=2,cp=2,sequence=false", "mesh:tp=2,shard=2")
+MIXED = ("mesh:pp=2,ep=2", "mesh:tp=2,ep=2", *(MORE_MIXED if EXHAUSTIVE else ()))
 
 
 @pytest.fixture(scope="module")

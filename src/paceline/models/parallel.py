@@ -8,7 +8,7 @@ or activation in the compute dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.experiment.layout import Layout
 from paceline.experiment.spec import Training
@@ -23,12 +23,13 @@ COUNT_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class Held:
     """Weights of one rank before sharding over data parallel ranks: of its blocks, and of embedding, head and last
-    norm. norms: those that every tensor parallel rank has whole and whose gradients it sums. experts: with expert
-    parallelism, this rank's, which are not part of blocks."""
+    norm. norms, routers: those that every tensor parallel rank has whole and whose gradients it sums. experts: with
+    expert parallelism, this rank's, which are not part of blocks."""
 
     blocks: int
     root: int
     norms: int
+    routers: int = 0
     experts: int = 0
 
     @property
@@ -37,12 +38,12 @@ class Held:
 
 
 def held(shape: Shape, layout: Layout, rank: int) -> Held:
-    """The weights of a rank. Products and tables are split over tensor parallel ranks; norms are not."""
+    """The weights of a rank. Products and tables are split over tensor parallel ranks; norms and routers are not."""
     tp, h = layout.tp, shape.hidden
     norm = h * (2 if shape.norm == "layernorm" else 1)
     joined, wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
     experts, router = (shape.experts or 1) * (wide * h + h * shape.ffn), h * (shape.experts or 0)
-    split = joined * h + h * shape.heads * shape.head_dim + router + (0 if layout.ep > 1 else experts)
+    split = joined * h + h * shape.heads * shape.head_dim + (0 if layout.ep > 1 else experts)
     biases = (joined + wide) // tp + 2 * h if shape.bias else 0
     layers = layout.layer_count(rank, shape.layers)
     first, last = layout.has_first(rank), layout.has_last(rank)
@@ -52,10 +53,11 @@ def held(shape: Shape, layout: Layout, rank: int) -> Held:
     tables = (first + last - same_stage) * words * h
     positions = shape.context * h if first and shape.positions == "learned" else 0
     return Held(
-        blocks=layers * (2 * norm + split // tp + biases),
+        blocks=layers * (2 * norm + router + split // tp + biases),
         root=tables + positions + last * norm,
         norms=layers * 2 * norm + last * norm,
-        experts=layers * experts // layout.ep if layout.ep > 1 else 0,
+        routers=layers * router,
+        experts=layers * experts // layout.ep // tp if layout.ep > 1 else 0,
     )
 
 
@@ -64,7 +66,17 @@ def optimised(shape: Shape, layout: Layout) -> int:
     the experts once for each rank that has them."""
     if layout.ep == 1:
         return arithmetic.parameters(shape) + twice_held(shape, layout)
-    return sum(held(shape, layout, rank).total for rank in range(layout.world_size))
+    # Parts of a tensor parallel group count as whole, too.
+    whole = replace(layout, dp=layout.dp * layout.tp, tp=1)
+    return sum(held(shape, whole, rank).total for rank in range(layout.world_size))
+
+
+def repeated_flops(shape: Shape, layout: Layout, training: Training) -> int:
+    """FLOPs of a step that tensor parallel ranks compute several times: the routers' forward and two backward products,
+    and the forward ones again with full checkpointing."""
+    tokens = training.micro_batch * training.accumulation * layout.dp * training.sequence_length
+    passes = 4 if training.checkpointing == "full" else 3
+    return 2 * passes * tokens * shape.layers * shape.hidden * (shape.experts or 0) * (layout.tp - 1)
 
 
 def reduced(shape: Shape, layout: Layout, rank: int) -> int:
@@ -137,9 +149,8 @@ def _tensor_bytes(shape: Shape, layout: Layout, training: Training, rank: int, o
         moved += 3 * 2 * share * tokens * 4
     elif last:
         moved += share * tokens * shape.vocab * b
-    if layout.sequence_parallel:
-        moved += 2 * share * own.norms * DTYPE_BYTES[training.precision.reduce]
-    return moved
+    summed = own.routers + (own.norms if layout.sequence_parallel else 0)
+    return moved + 2 * share * summed * DTYPE_BYTES[training.precision.reduce]
 
 
 def _pipeline_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> float:

@@ -41,20 +41,32 @@ class Experts(nn.Module):
         """rows: sorted by expert, of which `counts` has the numbers."""
         if self.tally is not None and not recomputes():
             self.tally += counts
-        inner = grouped_product(rows, self.inputs.to(rows.dtype), counts)
+        inner = grouped_product(rows, local(self.inputs).to(rows.dtype), counts)
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = F.silu(gate) * up
         else:
             inner = F.gelu(inner, approximate="tanh")
-        return grouped_product(inner, self.output.to(rows.dtype), counts)
+        return grouped_product(inner, local(self.output).to(rows.dtype), counts)
 
 
 class Router(nn.Linear):
     """The score of every expert for each row, in the dtype of the rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, local(self.weight, sums_gradient=True).to(x.dtype))
+
+
+def local(parameter: Any, *, sums_gradient: bool = False) -> Tensor:
+    """This rank's part of a parameter; a plain one itself. sums_gradient: the gradient is the sum over ranks of what
+    each of them computes."""
+    if not hasattr(parameter, "to_local"):
+        return parameter  # type: ignore[no-any-return]
+    if not sums_gradient:
+        return parameter.to_local()  # type: ignore[no-any-return]
+    from torch.distributed.tensor import Partial
+
+    return parameter.to_local(grad_placements=[Partial()])  # type: ignore[no-any-return]
 
 
 class Mixture(nn.Module):

@@ -164,10 +164,10 @@ class RoutingWatch:
     def products(self, compute: str) -> dict[str, str]:
         """How the products of experts are computed; empty for a dense model."""
         from paceline.training.decoder import DTYPES
-        from paceline.training.mixture import product_kind
+        from paceline.training.mixture import local, product_kind
 
         experts = [each.experts for each in self.mixtures]
-        weights = [weight for each in experts for weight in (each.inputs, each.output)]
+        weights = [local(weight) for each in experts for weight in (each.inputs, each.output)]
         kinds = {product_kind(weight.device, DTYPES[compute], weight.shape[1:]) for weight in weights}
         return {"expert_products": "+".join(sorted(kinds))} if kinds else {}
 

@@ -85,7 +85,7 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ("mesh:ep=3", {"processes": 3, "model": "tiny-moe"}, "ep 3 does not divide the 4 experts of tiny-moe"),
         ("mesh:dp=2,cp=2,ep=8", {"processes": 4, "model": "tiny-moe:experts=8"}, "does not divide dp 2 x cp 2 = 4"),
         ("mesh:ep=2,shard=3", {"processes": 6, "model": "tiny-moe"}, "one of them must divide the other"),
-        ("mesh:tp=2", {"processes": 2, "model": "tiny-moe"}, "tp 2 would have to split experts"),
+        ("mesh:tp=3", {"processes": 3, "model": "tiny-moe"}, "tp 3 does not divide the 4 query heads of tiny-moe"),
     ],
 )
 def test_refused_in_one_sentence(

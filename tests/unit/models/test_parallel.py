@@ -61,3 +61,22 @@ def test_what_a_rank_holds_and_sends_of_experts() -> None:
     dense = 3 / 4 * 4 * (own.root + 2 * own.blocks + own.root + own.blocks)
     assert sent["shard"] == dense + 1 / 2 * 4 * 3 * own.experts, "experts over the two ranks that have them"
     assert parallel.reduced(MOE, Layout(dp=2, ep=2), 0) == own.total - own.experts, "one copy of each expert"
+
+
+def test_tensor_parallel_ranks_have_the_whole_router() -> None:
+    """tiny-moe: in each of two layers 64 x 4 weights of the router, and two norms of 64; one norm at the end."""
+    precision = Precision(compute="fp32", reduce="fp32")
+    training = Training(sequence_length=8, micro_batch=2, accumulation=3, precision=precision)
+    layout = Layout(dp=2, tp=2, ep=2)
+    parts = [parallel.held(MOE, layout, rank) for rank in range(4)]
+    experts = 2 * 4 * 3 * 64 * 64
+    assert (parts[0].routers, parts[0].norms, parts[0].experts) == (2 * 64 * 4, 5 * 64, experts // 4)
+    dense, whole = arithmetic.parameters(MOE) - experts, parts[0].norms + parts[0].routers
+    assert sum(each.total for each in parts) == 2 * (dense + whole) + experts
+    assert parallel.optimised(MOE, layout) == 4 * (dense + experts // 2)
+    # Forward and two backward products of 2 * 2 * 3 * 8 tokens, once too often.
+    assert parallel.repeated_flops(MOE, layout, training) == 3 * 2 * (2 * 2 * 3 * 8) * 2 * 64 * 4
+    assert parallel.repeated_flops(MOE, Layout(dp=2, ep=2), training) == 0
+    sums = parallel.sent_bytes(MOE, Layout(tp=2), training, 0) or {}
+    exchanged = 0.5 * (3 * 2 * 8 * 64 * 4) * (8 * 2 + 4) + 0.5 * (3 * 2 * 8) * MOE.vocab * 4
+    assert sums["tp"] == exchanged + 2 * 0.5 * 2 * 64 * 4 * 4, "gradients of routers, which two ranks add up"

@@ -164,8 +164,6 @@ def _unsharded(degrees: Layout, chosen: Options) -> str | None:
 
 def _indivisible_experts(shape: Shape, degrees: Layout) -> str | None:
     ep, shard, ranks = degrees.ep, degrees.shard, degrees.data_ranks
-    if shape.experts and degrees.tp > 1:
-        return f"tp {degrees.tp} would have to split experts, which mesh does not do; use ep for {shape.name}"
     if ep == 1:
         return None
     if not shape.experts:
@@ -253,9 +251,9 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     expert_mesh = mesh_of_experts(degrees, seat)
     stages = pipeline(spec, shape, degrees, seat)
     for _, stage in stages:
-        tensor(stage, degrees, mesh)
-        context(stage, degrees, context_mesh, spec)
         expert(stage, degrees, expert_mesh)
+        tensor(stage, degrees, mesh, expert_mesh)
+        context(stage, degrees, context_mesh, spec)
         stages_of.fill(
             stage,
             spec.seed,
@@ -324,11 +322,19 @@ def pipeline(spec: RunSpec, shape: Shape, degrees: Layout, seat: Seat) -> list[t
         ]
 
 
-def tensor(stage: Stage, degrees: Layout, mesh: Any) -> None:
+def expert(stage: Stage, degrees: Layout, mesh: Any) -> None:
+    from paceline.training.strategies._mesh import expert as parallel
+
+    if degrees.ep > 1:
+        parallel.apply(stage, mesh["ep"])
+
+
+def tensor(stage: Stage, degrees: Layout, mesh: Any, experts: Any) -> None:
     from paceline.training.strategies._mesh import tensor as parallel
 
     if degrees.tp > 1:
-        parallel.apply(stage, mesh["tp"], sequence_parallel=degrees.sequence_parallel)
+        of_experts = (mesh if experts is None else experts)["tp"]
+        parallel.apply(stage, mesh["tp"], of_experts, sequence_parallel=degrees.sequence_parallel)
 
 
 def context(stage: Stage, degrees: Layout, mesh: Any, spec: RunSpec) -> None:
@@ -336,13 +342,6 @@ def context(stage: Stage, degrees: Layout, mesh: Any, spec: RunSpec) -> None:
 
     if degrees.cp > 1:
         parallel.apply(stage, mesh, spec.training.sequence_length, ring=degrees.ring)
-
-
-def expert(stage: Stage, degrees: Layout, mesh: Any) -> None:
-    from paceline.training.strategies._mesh import expert as parallel
-
-    if degrees.ep > 1:
-        parallel.apply(stage, mesh["ep"])
 
 
 def checkpointing(stage: Stage, spec: RunSpec) -> None:

@@ -73,6 +73,17 @@ def test_what_is_refused(
     assert reason in found.get(check or "", "")
 
 
+def test_each_tensor_parallel_rank_makes_all_decisions(make_spec: Any, make_record: Any, make_reference: Any) -> None:
+    """Both ranks have all tokens, and each must decide as the reference."""
+    whole = with_routing(make_record(make_spec("mesh:tp=2", 2, model="tiny-moe")))
+    reference = make_reference(whole.spec)
+    reference = dataclasses.replace(reference, routings=tuple(s for s in whole.routings if s.rank == 0))
+    assert refusals(whole, reference) == {}
+    other = tuple(sample(1, s.step, first=(16, 24, 14, 10)) if s.rank == 1 else s for s in whole.routings)
+    found = refusals(dataclasses.replace(whole, routings=other), reference)
+    assert "at least 4 other choices in layer 0 at step 0" in found["router decisions"]
+
+
 def test_how_uneven_experts_and_ranks_are_used(record: RunRecord) -> None:
     """30, 34, 34 and 30 tokens on each rank; rank 1 computed three times as many rows as rank 0."""
     uneven = [

@@ -51,7 +51,8 @@ def products(run: Observed, standard: Standard) -> Check | None:
     expected = f"products of {' and '.join(sorted(wanted))}"
     if run.spec.training.checkpointing == reference.spec.training.checkpointing:
         per_step = _flops(known)
-        total = statistics.median(per_step.values())
+        repeated = parallel.repeated_flops(run.record.shape, run.layout, run.spec.training)
+        total = statistics.median(per_step.values()) + repeated
         expected += f", {'at least ' if approximates else ''}{total:.6g} FLOPs per step"
         problems += [
             f"{flops / total:.4g} times the FLOPs at step {step}"

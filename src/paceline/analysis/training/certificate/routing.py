@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from paceline.analysis.findings import Check
 from paceline.analysis.training.certificate.observed import Observed, Standard, checked, steps_text
@@ -56,6 +57,12 @@ def _decisions(samples: Iterable[RoutingSample], variant: int = 0) -> dict[tuple
     return {key: _summed(total) for key, total in totals.items()}
 
 
+def _by_part(run: Observed) -> list[dict[tuple[int, int], Decisions]]:
+    """The decisions of a run, once for each tensor parallel part: every rank of such a group makes them all."""
+    routings, at = run.record.routings, run.layout.coordinates
+    return [_decisions(s for s in routings if at(s.rank)["tp"] == part) for part in range(run.layout.tp)]
+
+
 def _summed(total: Mapping[tuple[str, int], float]) -> Decisions:
     def row(name: str) -> tuple[int, ...]:
         return tuple(int(total[key]) for key in sorted(key for key in total if key[0] == name))
@@ -70,38 +77,36 @@ def router_decisions(run: Observed, standard: Standard) -> Check | None:
     shape, reference = run.record.shape, standard.reference
     if not shape.experts or reference is None or not reference.record.routings:
         return None
-    own, known = _decisions(run.record.routings), _decisions(reference.record.routings)
+    parts, known = _by_part(run), _decisions(reference.record.routings)
     numbers = sorted({s.variant for s in reference.record.routings} - {0})
     variants = [_decisions(reference.record.routings, number) for number in numbers]
     length, chosen = run.spec.training.sequence_length, shape.experts_per_token or 0
     tokens = run.spec.tokens_per_step
-    missing = [step for step in run.steps if any((step, layer) not in own for layer in range(shape.layers))]
+    layers = range(shape.layers)
+    missing = [step for step in run.steps if any((step, layer) not in own for own in parts for layer in layers)]
     problems = [f"no decision of some layers at {steps_text(missing)}"] if missing else []
     tolerance = WEIGHT_TOLERANCE[run.spec.training.precision.base]
-    identical, spread, worst, limit = 0, 0.0, 0.0, 0.0
+    identical, compared, spread, worst, limit = 0, 0, 0.0, 0.0, 0.0
     for step, layer in sorted(known):
         base = known[step, layer]
         others = [v[step, layer] for v in variants if (step, layer) in v and v[step, layer].size == base.size]
         spread = max([spread, *(other.differing(base, length) for other in others)])
-        seen = own.get((step, layer))
-        if seen is None:
-            continue
-        where = f"in layer {layer} at step {step}"
-        if seen.size != base.size:
-            problems.append(f"counts for another number of experts or choices {where}")
-            continue
-        if sum(seen.assigned) != sum(base.assigned):
-            problems.append(f"{sum(seen.assigned):,} choices instead of {sum(base.assigned):,} {where}")
-            continue
-        if abs(seen.weight - base.weight) > tolerance * tokens:
-            problems.append(f"weights that sum to {seen.weight / tokens:.4g} per token {where}")
-        moved, identical = seen.differing(base, length), identical + (seen.assigned == base.assigned)
-        limit = max(LEAST_CHOICES, LEAST_SHARE * sum(base.assigned), SPREAD_FACTOR * spread)
-        worst = max(worst, moved)
-        if moved > limit:
-            problems.append(f"at least {moved:.0f} other choices {where}, expected at most {limit:.0f}")
+        for seen in (own[step, layer] for own in parts if (step, layer) in own):
+            where, compared = f"in layer {layer} at step {step}", compared + 1
+            if seen.size != base.size:
+                problems.append(f"counts for another number of experts or choices {where}")
+                continue
+            if sum(seen.assigned) != sum(base.assigned):
+                problems.append(f"{sum(seen.assigned):,} choices instead of {sum(base.assigned):,} {where}")
+                continue
+            if abs(seen.weight - base.weight) > tolerance * tokens:
+                problems.append(f"weights that sum to {seen.weight / tokens:.4g} per token {where}")
+            moved, identical = seen.differing(base, length), identical + (seen.assigned == base.assigned)
+            limit = max(LEAST_CHOICES, LEAST_SHARE * sum(base.assigned), SPREAD_FACTOR * spread)
+            worst = max(worst, moved)
+            if moved > limit:
+                problems.append(f"at least {moved:.0f} other choices {where}, expected at most {limit:.0f}")
     expected = f"{chosen} of {shape.experts} experts for each token, the reference's but for {limit:.0f} per layer"
-    compared = sum(key in own for key in known)
     seen_text = f"equal counts for {identical} of {compared} layers and steps, at most {worst:.0f} other choices"
     return checked("router decisions", expected, problems, seen_text)
 
@@ -110,8 +115,9 @@ def computed_choices(run: Observed, standard: Standard) -> Check | None:
     """Every expert computed exactly the tokens that chose it, at every step: none was dropped or computed twice."""
     if not run.record.shape.experts or not run.record.routings:
         return None
-    problems, rows, own = [], 0, _decisions(run.record.routings)
-    for (step, layer), seen in sorted(own.items()):
+    parts = _by_part(run)
+    problems, rows = [], 0
+    for (step, layer), seen in sorted((each for own in parts for each in own.items()), key=itemgetter(0)):
         experts = len(seen.computed)
         wanted = [sum(seen.assigned[expert::experts]) for expert in range(experts)]
         rows += sum(wanted)
@@ -119,4 +125,5 @@ def computed_choices(run: Observed, standard: Standard) -> Check | None:
         if lost:
             problems.append(f"{lost:,} rows too few or too many in layer {layer} at step {step}")
     expected = "every expert computes the tokens that chose it"
-    return checked("tokens of experts", expected, problems, f"{rows:,} rows at {len({s for s, _ in own})} steps")
+    seen_text = f"{rows // len(parts):,} rows at {len({s for s, _ in parts[0]})} steps"
+    return checked("tokens of experts", expected, problems, seen_text)

@@ -25,11 +25,7 @@ from paceline.training.decoder import (
     rounded,
     run_blocks,
 )
-
-
-def local(parameter: Any) -> Tensor:
-    """This rank's part of a parameter; a plain one itself."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]
+from paceline.training.mixture import local
 
 
 class Embedding(nn.Embedding):
@@ -109,7 +105,8 @@ class Stage(nn.Module):
 def fill(stage: Stage, seed: int, compute: str, device: str, order: Callable[[str, torch.Size], Tensor | None]) -> None:
     """Allocate a stage from the meta device and give each parameter its part of the decoder's initial values.
 
-    order(name, shape): the rows in the order in which ranks take them, or None for the decoder's own.
+    order(name, shape): the rows in the order in which ranks take them, or None for the decoder's own (see
+    `row_dimension`).
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -121,13 +118,18 @@ def fill(stage: Stage, seed: int, compute: str, device: str, order: Callable[[st
             value = initial_values(name, whole, stage.shape.layers, seed, torch.device(device))
             value = own_experts(stage, name, rounded(name, value, compute))
             rows = order(name, parameter.shape)
-            value = value if rows is None else value[rows.to(value.device)]
+            value = value if rows is None else value.index_select(row_dimension(value), rows.to(value.device))
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
                 part = distribute_tensor(value, mesh, placements, src_data_rank=None)
                 parameter.to_local().copy_(part.to_local())
             else:
                 parameter.copy_(value)
+
+
+def row_dimension(value: Tensor) -> int:
+    """The dimension of the rows of a weight, of the weights of all experts, or of a bias."""
+    return max(value.dim() - 2, 0)
 
 
 def expert_shape(stage: Stage, name: str, shape: torch.Size) -> torch.Size:

@@ -2,11 +2,13 @@
 
 The decoder joins q, k, v and gate, up in one weight each. A rank takes consecutive rows, so the rows of joined weights
 are stored in another order: first those of the first rank (its q heads, k heads, v heads), then those of the next.
+
+Of a mixture, every rank has its columns of all experts and the whole router: all ranks make the same decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,14 +16,16 @@ from torch import Tensor, nn
 
 from paceline.models.shape import Shape
 from paceline.training.decoder import Block
-from paceline.training.strategies._mesh.stage import Stage
+from paceline.training.mixture import Mixture
+from paceline.training.strategies._mesh.stage import Stage, row_dimension
 
 
-def apply(stage: Stage, mesh: Any, *, sequence_parallel: bool) -> None:
+def apply(stage: Stage, mesh: Any, experts: Any, *, sequence_parallel: bool) -> None:
     """Split the layers of a stage on the meta device over `mesh`.
 
     With sequence parallelism, the activations between layers are split along the sequence and the all-reduces become
-    reduce-scatters and all-gathers. The head returns this rank's part of the vocabulary.
+    reduce-scatters and all-gathers. The head returns this rank's part of the vocabulary. experts: a mesh of the same
+    ranks for the weights of experts, which expert parallelism may shard over others.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -38,9 +42,12 @@ def apply(stage: Stage, mesh: Any, *, sequence_parallel: bool) -> None:
         plan: dict[str, Any] = {
             "attention.inputs": ColwiseParallel(input_layouts=between),
             "attention.output": RowwiseParallel(output_layouts=between),
-            "mlp.inputs": ColwiseParallel(input_layouts=between),
-            "mlp.output": RowwiseParallel(output_layouts=between),
         }
+        if isinstance(block.mlp, Mixture):
+            _split_experts(block.mlp, mesh, experts, between)
+        else:
+            plan["mlp.inputs"] = ColwiseParallel(input_layouts=between)
+            plan["mlp.output"] = RowwiseParallel(output_layouts=between)
         if sequence_parallel:
             plan |= {"attention_norm": norm, "mlp_norm": norm}
         else:
@@ -69,13 +76,45 @@ def apply(stage: Stage, mesh: Any, *, sequence_parallel: bool) -> None:
         stage.whole_length = lambda length: length * size
 
 
+def _split_experts(mixture: Mixture, mesh: Any, experts: Any, between: Any) -> None:
+    """Let every rank compute its columns of all experts for all tokens of the group.
+
+    Each makes all decisions, from the same numbers. What it computes from the tokens is a part of a sum over ranks, and
+    so are the gradients of the tokens and of the router. All ranks have the same balance term: each adds its share.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    size = mesh.size()
+    _distribute(mixture.experts, experts, {"inputs": Shard(1), "output": Shard(2)})
+    _distribute(mixture.router, mesh, {"weight": Replicate()})
+
+    def gathered(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        whole = DTensor.from_local(inputs[0], mesh, [between]).redistribute(placements=[Replicate()])
+        return (whole.to_local(grad_placements=[Partial()]),)
+
+    def summed(_: nn.Module, inputs: Any, made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, balance = made
+        total = DTensor.from_local(tokens, mesh, [Partial()]).redistribute(placements=[between])
+        return total.to_local(), balance.detach() + (balance - balance.detach()) / size
+
+    mixture.register_forward_pre_hook(gathered)
+    mixture.register_forward_hook(summed)
+
+
+def _distribute(module: nn.Module, mesh: Any, placements: Mapping[str, Any]) -> None:
+    """Make parameters DTensors, each with one placement."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for name, placement in placements.items():
+        whole = distribute_tensor(getattr(module, name), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(whole))
+
+
 def _replicate(module: nn.Module, mesh: Any) -> None:
     """Make the module compute the same on every rank, with parameters that are DTensors like all others."""
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate
 
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(whole))
+    _distribute(module, mesh, {name: Replicate() for name, _ in module.named_parameters(recurse=False)})
     module.register_forward_pre_hook(lambda _, inputs: (DTensor.from_local(inputs[0], mesh, [Replicate()]),))
     module.register_forward_hook(lambda _, inputs, output: output.to_local())
 
@@ -87,7 +126,7 @@ def row_order(name: str, shape: Shape, parts: int) -> Tensor | None:
     if ".attention.inputs." in name:
         groups = (shape.heads, shape.kv_heads, shape.kv_heads)
         sizes = [heads * shape.head_dim for heads in groups]
-    elif ".mlp.inputs." in name and shape.gated:
+    elif (".mlp.inputs." in name or name.endswith(".experts.inputs")) and shape.gated:
         sizes = [shape.ffn, shape.ffn]
     else:
         return None
@@ -105,6 +144,4 @@ def in_decoder_order(value: Tensor, rows: Tensor | None) -> Tensor:
     """Undo `row_order`."""
     if rows is None:
         return value
-    whole = torch.empty_like(value)
-    whole[rows.to(value.device)] = value
-    return whole
+    return torch.empty_like(value).index_copy_(row_dimension(value), rows.to(value.device), value)

@@ -92,13 +92,14 @@ class MeshTrainer(TorchTrainer):
         return loss * (self.layout.cp / self.training.accumulation)
 
     def _loss(self, made: Any, labels: Tensor) -> Tensor:
-        """The loss of this rank's tokens, from the logits and, of a mixture, the balance term. With tensor parallelism
-        each rank has the logits of a part of the words."""
+        """The loss of this rank's tokens, from the logits and, of a mixture, the balance term."""
         if self.shape.experts:
             logits, balance = made
-            own = loss_of(logits, labels, self.normaliser, IGNORED_LABEL)
-            return own + balance_loss(self.shape, balance)
-        logits = made
+            return self._loss_of_words(logits, labels) + balance_loss(self.shape, balance)
+        return self._loss_of_words(made, labels)
+
+    def _loss_of_words(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss from logits, of which each rank has those of a part of the words with tensor parallelism."""
         if self.layout.tp == 1:
             return loss_of(logits, labels, self.normaliser, IGNORED_LABEL)
         from torch.distributed.tensor import DTensor, Replicate, Shard
