@@ -76,6 +76,9 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
     drawn = tuple(drawn)
     trains, ranked = table.trains(report), groups(report)
     listed = {group.heading if group.is_listed else "" for group in ranked}
+    traded = Section(name="tradeoffs", title="Speed, bytes and loss", tables=tradeoffs.tables(report))
+    # Where one exact strategy is compared with others only by speed and loss together, a ranking says nothing.
+    is_answer = bool(report.tradeoffs) and not report.comparisons
     lists = (("Health notes", table.health(report)), ("Directories that could not be read", report.skipped))
     found = (
         Section(
@@ -93,6 +96,7 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
             tables=nodes.tables(report),
             details=nodes.details(report),
         ),
+        *((traded,) if is_answer else ()),
         Section(
             name="ranking",
             title=_LISTS.get("".join(listed), "Ranking"),
@@ -100,7 +104,7 @@ def sections(report: Report, drawn: Iterable[Chart] = ()) -> tuple[Section, ...]
             text=NOTHING_RANKED if trains and not ranked else "",
             note=table.common(report) if trains else "",
         ),
-        Section(name="tradeoffs", title="Speed, bytes and loss", tables=tradeoffs.tables(report)),
+        *(() if is_answer else (traded,)),
         Section(name="charts", title="Charts", charts=tuple(chart for chart in drawn if chart.section == EVERYWHERE)),
         Section(name="scaling", title="Scaling", tables=_known(scaling.efficiency(report))),
         Section(name="loss", title="Where the step time goes", tables=_known(scaling.explanation(report))),

@@ -76,7 +76,7 @@ def brief_group(report: Report) -> RenderableType:
     shown: list[Table] = []
     for section in (lead, *(known.get(name) for name in _FAILURES if lead is None or name != lead.name)):
         if section is not None:
-            most = MOST_TABLES if section.name in ("ranking", "nodes", *_FAILURES) else 1
+            most = MOST_TABLES if section.name in ("ranking", "nodes", "tradeoffs", *_FAILURES) else 1
             shown += section.tables[:most]
     if (ranking := known.get("ranking")) is not None and ranking.text:
         found += (Text(ranking.text), Text(""))

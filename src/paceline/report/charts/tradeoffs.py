@@ -38,10 +38,10 @@ def speed_by_rate(report: Report) -> Iterator[Chart]:
         name=COMPRESSION,
         title="Where compression begins to pay",
         subtitle="Speed over that of the exact strategy on the same emulated network; above 1 is faster. Whiskers are "
-        "95 % intervals.",
+        "95 % intervals. Both axes are logarithmic.",
         kind=LINES,
         x=Axis(label="rate of each link, Mbit/s", unit="Mbit/s", scale=LOG),
-        y=Axis(label="times as fast", unit="times"),
+        y=Axis(label="times as fast", unit="times", scale=LOG),
         points=tuple(points),
         series=used(_series(report), points),
         rules=(Rule(y=1.0, label="exact"),),

@@ -97,7 +97,8 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
     summary = summarise(report, found)
     rest = tuple(chart for chart in found if chart.name != summary.chart)
     every = [section for section in sections(report, rest) if section.name != "certificates"]
-    first = next((name for name in FIRST if any(section.name == name for section in every)), "")
+    answers = FIRST if report.comparisons else ("tradeoffs", *FIRST)
+    first = next((name for name in answers if any(section.name == name for section in every)), "")
     every.sort(key=lambda section: (section.name != first, section.name != "charts"))
     shown = [
         (section.name, section.title, _section(section, linked), section.name not in (first, "charts"))

@@ -14,6 +14,7 @@ from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.experiment.choices import Choice
 from paceline.report.charts.tradeoffs import loss, speed_by_rate
+from paceline.report.sections import sections
 from paceline.report.tables import tradeoffs as tables
 from paceline.report.text.cells import groups
 from paceline.results.records import RunRecord
@@ -51,6 +52,20 @@ def test_a_loss_beyond_the_tolerance_is_no_fault_but_a_price() -> None:
     assert "1.99 times as fast (faster), loss +11.0 % after 15.36K tokens (higher)" in row.text
     assert not report.comparisons
     assert not report.recommendations
+
+
+def test_the_trade_leads_where_no_speed_is_compared_alone() -> None:
+    report = reported({1: 0.10, 2: 0.11, 3: 0.12})
+    names = [section.name for section in sections(report)]
+    assert names.index("tradeoffs") < names.index("ranking")
+    # fsdp2 computes what ddp does: their ranking is the first answer.
+    exact = [run("fsdp2", seed, 0.5 + 0.001 * seed) for seed in (1, 2, 3)]
+    others = [run(name, seed, 1.0 + 0.001 * seed) for name in (None, "ddp", SIGNS) for seed in (1, 2, 3)]
+    report = build([*exact, *others], "test")
+    assert report.comparisons
+    assert report.tradeoffs
+    names = [section.name for section in sections(report)]
+    assert names.index("ranking") < names.index("tradeoffs")
 
 
 def in_precision(compute: str, seed: int, seconds: float, off: float = 0.0) -> list[RunRecord]:
