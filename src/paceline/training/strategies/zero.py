@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
-from paceline.errors import CheckpointError, MissingPackageError, RequestError, require
+from paceline.errors import CheckpointError, MissingPackageError, RequestError, UnsupportedError, require
 from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
@@ -40,7 +41,8 @@ class Options:
     gathered weights are kept for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
     gathered twice per micro batch), weights smaller than persistence_threshold are never sharded, and prefetch_bucket
     elements are gathered ahead. hpz (ZeRO++): weights are partitioned a second time over so many neighbouring ranks,
-    such as those of a node, and gathered for backward among them alone.
+    such as those of a node, and gathered for backward among them alone. qwz and qgz (ZeRO++) are not equal work:
+    weights are gathered in 8 bit, and gradients are reduced in 4 bit inside and between nodes.
 
     offload: `cpu` keeps the optimizer state (stage 3: the weights too) in host memory, a directory keeps it on that
     disk. config: more of DeepSpeed's own configuration, as a JSON file or object; it must not change the work."""
@@ -52,6 +54,8 @@ class Options:
     persistence_threshold: int = 100_000
     prefetch_bucket: int = 50_000_000
     hpz: int = 1
+    qwz: bool = False
+    qgz: bool = False
     offload: str = ""
     config: Any = None
 
@@ -116,12 +120,38 @@ def check(spec: RunSpec) -> str | None:
         return f"DeepSpeed keeps state on a disk at stage 3 only, got stage {chosen.stage}"
     if chosen.hpz > 1 and chosen.stage != 3:
         return f"hpz partitions weights, which DeepSpeed shards at stage 3 only, got stage {chosen.stage}"
+    if (reason := _unquantised(spec, chosen)) is not None:
+        return reason
     if spec.topology.world_size % chosen.hpz:
         return f"hpz={chosen.hpz} does not divide {spec.topology.world_size} ranks"
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
         return "DeepSpeed scales the loss only if the whole model is fp16, and adapters are fp32"
     wanted, device = spec.training.compilation, spec.topology.device
     return compilation.refusal(wanted, f"zero:stage={chosen.stage}", device, per_block=chosen.stage == 3, graphs=False)
+
+
+def _unquantised(spec: RunSpec, chosen: Options) -> str | None:
+    """Why DeepSpeed would not quantise what is sent, or not correctly; None if it does, or need not."""
+    names = " and ".join(name for name in ("qwz", "qgz") if getattr(chosen, name))
+    if not names:
+        return None
+    if chosen.stage != 3:
+        return f"DeepSpeed quantises what stage 3 sends, got stage {chosen.stage} with {names}"
+    if spec.topology.device == "cpu":
+        return f"{names}: DeepSpeed quantises with CUDA kernels only, and this run is on a CPU"
+    if chosen.qgz and spec.training.precision.reduce != "fp16":
+        # csrc/quantization/pt_binding.cpp reads the gradients as __half without a conversion.
+        return (
+            f"DeepSpeed's kernel for qgz reads fp16 gradients only, got reduce_dtype {spec.training.precision.reduce}"
+        )
+    return None
+
+
+def approximation(options: Mapping[str, Any]) -> str | None:
+    """What is quantised on purpose, so that runs are no equal work."""
+    parts = ["weights gathered in 8 bit"] if options.get("qwz") is True else []
+    parts += ["gradients of matrices reduced in 4 bit, inside and between nodes"] if options.get("qgz") is True else []
+    return " and ".join(parts) or None
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int | None:
@@ -147,7 +177,7 @@ def wire_bytes(traffic: Traffic) -> float | None:
     default) stay on every rank and are gathered once per step, after the update.
     """
     options, stage = traffic.options, sharded_parts(traffic.options)
-    if stage is None or options.get("config") or options.get("hpz", 1) > 1:
+    if stage is None or options.get("config") or options.get("hpz", 1) > 1 or approximation(options):
         return None
     if stage < 3:
         times = traffic.accumulation if stage == 2 else 1
@@ -170,6 +200,8 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
+    if chosen.qwz or chosen.qgz:
+        require_quantisation(deepspeed, seat, chosen)
     # DeepSpeed would cast by itself, but with both copies on the device at once.
     subject = whole_subject(spec, seat, spec.training.precision.base)
     # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
@@ -201,6 +233,30 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
+def require_quantisation(deepspeed: Any, seat: Seat, chosen: Options) -> None:
+    """UnsupportedError where DeepSpeed has no kernels that quantise, or would silently send whole gradients."""
+    if seat.device != "cuda":
+        raise UnsupportedError("qwz and qgz need CUDA: DeepSpeed has no kernels that quantise on other devices")
+    if chosen.qgz:
+        import torch
+
+        # As DeepSpeed counts them (`__avg_scatter_grads` in runtime/zero/stage3.py).
+        devices = torch.cuda.device_count()
+        if seat.world_size // devices < 2:
+            raise UnsupportedError(
+                f"qgz quantises gradients on two or more nodes only; {seat.world_size} ranks with {devices} GPUs on "
+                "this one would send them whole"
+            )
+    builders = importlib.import_module("deepspeed.ops.op_builder.builder")
+    try:
+        deepspeed.ops.op_builder.QuantizerBuilder().load(verbose=False)
+    except (builders.MissingCUDAException, builders.CUDAMismatchException, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise UnsupportedError(
+            f"DeepSpeed cannot compile its kernels that quantise ({reason}); they need nvcc"
+        ) from None
+
+
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
     """Make a package impossible to import: DeepSpeed's unused autotuner would import all of MLflow."""
@@ -228,6 +284,8 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
             "stage3_param_persistence_threshold": chosen.persistence_threshold,
             "stage3_prefetch_bucket_size": chosen.prefetch_bucket,
             **({"zero_hpz_partition_size": chosen.hpz} if chosen.hpz > 1 else {}),
+            **({"zero_quantized_weights": True} if chosen.qwz else {}),
+            **({"zero_quantized_gradients": True} if chosen.qgz else {}),
             # Its replacement of torch's linear rounds before adding the bias, unlike the other strategies.
             "memory_efficient_linear": False,
         }

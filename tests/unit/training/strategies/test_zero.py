@@ -6,12 +6,15 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.errors import RequestError
+from paceline.contract import Seat
+from paceline.errors import RequestError, UnsupportedError
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import parse_options
@@ -81,6 +84,69 @@ def test_where_state_is_kept(make_spec: Callable[..., RunSpec]) -> None:
     assert "stage 3 only" in (zero.check(make_spec("zero:stage=2,offload=/scratch")) or "")
     with pytest.raises(RequestError, match=r"zero.offload: got 'gpu'"):
         zero.Options(offload="gpu")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "reason"),
+    [
+        ("zero:stage=2,qwz=true", {"device": "cuda"}, "quantises what stage 3 sends, got stage 2 with qwz"),
+        ("zero:stage=3,qwz=true,qgz=true", {}, "qwz and qgz: DeepSpeed quantises with CUDA kernels only"),
+        (
+            "zero:stage=3,qgz=true",
+            {"device": "cuda", "precision": "bf16"},
+            "reads fp16 gradients only, got reduce_dtype",
+        ),
+        ("zero:stage=3,qgz=true", {"device": "cuda", "precision": "fp16/fp16"}, None),
+        ("zero:stage=3,qwz=true", {"device": "cuda", "precision": "bf16"}, None),
+    ],
+)
+def test_quantised_traffic_is_refused_where_deepspeed_would_not_quantise(
+    make_spec: Callable[..., RunSpec], strategy: str, fields: Any, reason: str | None
+) -> None:
+    found = zero.check(make_spec(strategy, **fields))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_quantised_traffic_is_configured_and_no_equal_work(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec("zero:stage=3,qwz=true,qgz=true", 4, device="cuda", precision="fp16/fp16")
+    config = zero.configuration(spec, parse_options(zero.Options, spec.strategy))["zero_optimization"]
+    assert (config["zero_quantized_weights"], config["zero_quantized_gradients"]) == (True, True)
+    assert spec.approximation == (
+        "weights gathered in 8 bit and gradients of matrices reduced in 4 bit, inside and between nodes"
+    )
+    plain = make_spec("zero:stage=3", 4)
+    assert plain.approximation is None
+    assert (
+        not {"zero_quantized_weights", "zero_quantized_gradients"}
+        & zero.configuration(plain, parse_options(zero.Options, plain.strategy))["zero_optimization"].keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "reason"),
+    [
+        (8, 8, "8 ranks with 8 GPUs on this one would send them whole"),
+        (2, 8, "would send them whole"),
+        (16, 8, r"cannot compile its kernels that quantise \(no nvcc here\)"),
+    ],
+)
+def test_gradients_are_quantised_between_nodes_only(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, devices: int, reason: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("deepspeed")
+
+    class Builder:
+        def load(self, verbose: bool) -> None:
+            raise RuntimeError("a long log\nno nvcc here")
+
+    package = SimpleNamespace(ops=SimpleNamespace(op_builder=SimpleNamespace(QuantizerBuilder=Builder)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    seat = Seat(rank=0, local_rank=0, world_size=ranks, device="cuda")
+    with pytest.raises(UnsupportedError, match=reason):
+        zero.require_quantisation(package, seat, zero.Options(stage=3, qgz=True))
+    with pytest.raises(UnsupportedError, match="need CUDA"):
+        zero.require_quantisation(package, replace(seat, device="cpu"), zero.Options(stage=3, qwz=True))
 
 
 def test_a_hierarchical_partition_is_of_stage_3_and_divides_the_ranks(make_spec: Callable[..., RunSpec]) -> None:
