@@ -60,13 +60,12 @@ class Router(nn.Linear):
 def local(parameter: Any, *, sums_gradient: bool = False) -> Tensor:
     """This rank's part of a parameter; a plain one itself. sums_gradient: the gradient is the sum over ranks of what
     each of them computes."""
-    if not hasattr(parameter, "to_local"):
-        return parameter  # type: ignore[no-any-return]
-    if not sums_gradient:
-        return parameter.to_local()  # type: ignore[no-any-return]
-    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor import DTensor, Partial
 
-    return parameter.to_local(grad_placements=[Partial()])  # type: ignore[no-any-return]
+    # Not `hasattr`, which torch's compiler answers for plain tensors.
+    if not isinstance(parameter, DTensor):
+        return parameter  # type: ignore[no-any-return]
+    return parameter.to_local(grad_placements=[Partial()] if sums_gradient else None)
 
 
 class Mixture(nn.Module):
@@ -98,7 +97,7 @@ class Mixture(nn.Module):
         weights = weights.to(x.dtype)
         mask = F.one_hot(experts, self.count).view(batch, length, self.chosen, self.count)
         balance = self.balance(mask.sum((1, 2)), scores.view(batch, length, self.count).sum(1), length * self.parts)
-        if self.tally is not None and not recomputes():
+        if self.tally is not None:
             self.observe(mask, weights, balance)
         order = experts.flatten().argsort(stable=True)
         rows = Permuted.apply(flat.repeat_interleave(self.chosen, 0), order)  # type: ignore[no-untyped-call]
@@ -131,6 +130,8 @@ class Mixture(nn.Module):
         """Add to the tally, by expert: tokens that chose it first, second, ..., the sum of their positions, rows it
         computed (added by `Experts`), the sum of its weights, and the balance term."""
         assert self.tally is not None
+        if recomputes():
+            return
         with torch.no_grad():
             places = torch.arange(mask.shape[1], device=mask.device) if self.places is None else self.places
             self.tally[: self.chosen] += mask.sum((0, 1))
@@ -206,6 +207,14 @@ def on_host(counts: Tensor, total: int) -> list[int]:
         size, more = divmod(total, counts.numel())
         return [size + (number < more) for number in range(counts.numel())]
     return counts.tolist()
+
+
+def prepare_compiler(module: nn.Module) -> None:
+    """Let a compiled module with mixtures run as plain code what depends on the number of tokens of each expert, which
+    changes with every batch, and what is observed. Everything else of a mixture has fixed shapes and is compiled."""
+    for mixture in mixtures_of(module):
+        for name in ("compute", "observe", *(("sum_parts",) if mixture.parts > 1 else ())):
+            setattr(mixture, name, torch.compiler.disable(getattr(mixture, name)))
 
 
 def mixtures_of(module: nn.Module) -> Iterator[Mixture]:

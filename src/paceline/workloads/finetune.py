@@ -43,7 +43,9 @@ def _unsupported_mixture(spec: RunSpec, tuning: Tuning) -> str | None:
     if tuning.has_adapters and inside:
         return f"experts have no adapters: got the targets {tuning.targets}, expected some of q+k+v+o for {spec.model}"
     if spec.training.compile:
-        return pretrain.COMPILED_MIXTURE
+        return (
+            f"fine-tuning of mixtures is not compiled, for torch would not recompute their experts: {spec.model} is one"
+        )
     return None
 
 

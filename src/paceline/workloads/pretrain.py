@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
 from paceline.experiment import plugins
-from paceline.experiment.layout import Layout, declared_layout
+from paceline.experiment.layout import Layout, declared_layout, layout_of
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 TRAITS = Traits(trains=True, certified=True)
 # See `observation.movements`.
 Initial: TypeAlias = "Callable[[str, int, int, Tensor], Tensor | None]"
-COMPILED_MIXTURE = "torch.compile needs fixed shapes, and the number of tokens of an expert changes with every batch"
 PROFILED_STEPS = 2
 # Steps in which exposed communication is split by mesh dimension.
 DIMENSION_STEPS = 1
@@ -62,8 +61,8 @@ def check(spec: RunSpec) -> str | None:
     shape = load_shape(spec.model)
     if shape.experts and shape.bias:
         return f"the reference decoder has no experts with biases, which {spec.model} needs"
-    if shape.experts and spec.training.compile:
-        return COMPILED_MIXTURE
+    if shape.experts and (reason := _uncompiled_mixture(spec)):
+        return reason
     if shape.qkv_bias or shape.qk_norm:
         part = "bias on q, k and v alone" if shape.qkv_bias else "norm of q and k"
         return f"the reference decoder has no {part}, which {spec.model} needs"
@@ -71,6 +70,24 @@ def check(spec: RunSpec) -> str | None:
         length = spec.training.sequence_length
         return f"{spec.model} has {shape.context} positions, fewer than the sequence length {length}"
     return why_no_precision(spec)
+
+
+def _uncompiled_mixture(spec: RunSpec) -> str | None:
+    """Why this mixture of experts cannot be compiled so; None if it can."""
+    wanted = spec.training.compilation
+    if wanted is None:
+        return None
+    if wanted.records_graphs:
+        return (
+            f"compile {wanted.mode} needs fixed shapes, and the number of tokens of an expert changes with every batch"
+        )
+    if wanted.scope == "model":
+        return (
+            f"products of experts are plain code between the graphs of each block; got compile {spec.training.compile}"
+        )
+    if layout_of(spec).tp > 1 and spec.training.checkpointing != "none":
+        return "torch.compile skips stages with checkpointing around the plain code of experts: remove one of the two"
+    return None
 
 
 def why_no_precision(spec: RunSpec) -> str | None:

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 from paceline.experiment.choices import Choice  # noqa: E402
 from paceline.models import arithmetic  # noqa: E402
 from paceline.training.decoder import Decoder, fill  # noqa: E402
-from paceline.training.mixture import Mixture, grouped_product, inverse_of, mixtures_of  # noqa: E402
+from paceline.training.mixture import Mixture, grouped_product, inverse_of, mixtures_of, prepare_compiler  # noqa: E402
 from paceline.training.observation import RoutingWatch  # noqa: E402
+from paceline.workloads import pretrain  # noqa: E402
 
 SHAPE = arithmetic.load(Choice.parse("tiny-moe:hidden=32,ffn=48,experts=6,top_k=2"))
 
@@ -113,6 +114,48 @@ def test_every_decision_is_observed_once(checkpointing: str) -> None:
     assert watch.products("fp32") == {"expert_products": "loop"}
     watch.end_step(0)
     assert sum(watch.samples(0, 0, 1, 0)[0].assigned) == 0, "the next step starts at nothing"
+
+
+@pytest.mark.parametrize(
+    "checkpointing", ["none", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("full", "selective"))]
+)
+def test_compiled_blocks_make_the_same_decisions_and_gradients(checkpointing: str) -> None:
+    """With another batch in each step: no graph depends on the number of tokens of an expert."""
+    from torch._dynamo.utils import counters
+
+    plain, compiled = built(checkpointing, layers=1), built(checkpointing, layers=1)
+    prepare_compiler(compiled)
+    torch.compiler.reset()
+    counters.clear()
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    found = []
+    for model in (plain, compiled):
+        watch = RoutingWatch(model, "cpu", steps=2)
+        for step, batch in enumerate((tokens(), tokens().flip(0))):
+            loss_of(model, batch).backward()
+            watch.end_step(step)
+        found.append([watch.samples(rank=0, step=step, micro_batches=1, variant=0) for step in (0, 1)])
+    assert found[0] == found[1]
+    for (name, a), b in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-6, atol=1e-8), name
+    assert counters["stats"]["unique_graphs"] >= 3, "around what is observed, and around the experts"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "reason"),
+    [
+        ("ddp", {"compile": True}, None),
+        ("ddp", {"compile": "default:scope=block"}, None),
+        ("ddp", {"compile": "default:scope=model"}, "plain code between the graphs of each block; got compile"),
+        ("ddp", {"compile": "reduce-overhead", "device": "cuda"}, "needs fixed shapes"),
+        ("mesh:tp=2", {"compile": True}, None),
+        ("mesh:tp=2", {"compile": True, "checkpointing": "full"}, "skips stages with checkpointing"),
+    ],
+)
+def test_how_mixtures_are_compiled(make_spec: Any, strategy: str, fields: Any, reason: str | None) -> None:
+    found = pretrain.check(make_spec(strategy, model="tiny-moe", **fields))
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:

@@ -18,6 +18,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
 from paceline.training import finetuned
 from paceline.training.decoder import DTYPES, Decoder, fill
+from paceline.training.mixture import prepare_compiler
 from paceline.training.precision import compute_name, convert
 from paceline.training.strategies._optimizers import (
     LocalShards,
@@ -61,13 +62,15 @@ def build_decoder(spec: RunSpec, device: str) -> Decoder:
 
 def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: bool = False) -> None:
     """Compile the decoder as one graph, or each block and the loss: if that is requested, for strategies with hooks
-    between the blocks, and for a fine-tuned model, since its outer code is not ours."""
+    between the blocks, for a mixture, whose graph breaks in every block, and for a fine-tuned model, since its outer
+    code is not ours."""
     if wanted is None:
         return
     require_compiler()
+    prepare_compiler(subject)
     if isinstance(subject, finetuned.Tuned):
         finetuned.prepare_compiler(subject.checkpointing)
-    elif not per_block and wanted.scope != "block":
+    elif not per_block and wanted.scope != "block" and not subject.shape.experts:
         subject.compile(mode=wanted.mode)
         return
     for block in subject.blocks:

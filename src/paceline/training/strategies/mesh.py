@@ -352,12 +352,14 @@ def checkpointing(stage: Stage, spec: RunSpec) -> None:
 
 def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spec: RunSpec) -> None:
     """Compile each block, or the whole stage under tensor parallelism, whose hooks belong in one graph."""
+    from paceline.training.mixture import prepare_compiler
     from paceline.training.strategies._torch import require_compiler
 
     wanted = spec.training.compilation
     if wanted is None:
         return
     require_compiler()
+    prepare_compiler(stage)
     if chosen.async_tp:
         import torch._inductor.config as inductor
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
