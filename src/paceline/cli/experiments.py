@@ -307,12 +307,31 @@ def _print_cells(
     outlines = [_describe(spec) for spec in runs if not spec.is_trained or spec.script is not None]
     for remark in dict.fromkeys((*outlines, *remarks)):
         print_hanging(screen, remark, 2)
-    layouts = {
-        f"{spec.strategy} on {spec.topology.world_size} ranks": lines for spec in runs if (lines := _layout(spec))
-    }
-    for name, lines in layouts.items():
-        for line in (f"{name}:", *(f"  {line}" for line in lines)):
-            print_hanging(screen, line, 4)
+    for line in pictures(runs):
+        print_hanging(screen, line, 4)
+
+
+def pictures(runs: Sequence[RunSpec]) -> list[str]:
+    """Which rank holds what, below the strategies that have this layout."""
+    drawn: dict[tuple[str, ...], list[str]] = {}
+    for spec in runs:
+        names = drawn.setdefault(tuple(_picture(spec)), [])
+        if str(spec.strategy) not in names:
+            names.append(str(spec.strategy))
+    return [line for ranks, names in drawn.items() if ranks for line in ("; ".join(names), *(f"  {r}" for r in ranks))]
+
+
+def _picture(spec: RunSpec) -> list[str]:
+    """Which rank holds what, for a strategy that declares a layout."""
+    from paceline.campaign.run.controller import unsupported
+    from paceline.experiment.layout import declared_layout
+    from paceline.models import arithmetic
+
+    layout = declared_layout(spec) if spec.is_trained and spec.script is None else None
+    if layout is None or unsupported(spec):
+        return []
+    shape = arithmetic.load(spec.model)
+    return layout.picture(shape.layers, shape.experts or 0)
 
 
 def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
@@ -334,18 +353,6 @@ def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
     return [remark for remark in remarks if remark]
 
 
-def _layout(spec: RunSpec) -> list[str]:
-    """A line per rank with what it holds, if the strategy lays a model out over ranks."""
-    from paceline.campaign.run.controller import unsupported
-    from paceline.experiment.layout import declared_layout
-    from paceline.models import arithmetic
-
-    if not spec.is_trained or spec.script is not None or unsupported(spec):
-        return []
-    layout, shape = declared_layout(spec), arithmetic.load(spec.model)
-    return [] if layout is None else list(layout.picture(shape.layers, shape.experts or 0))
-
-
 def _print_runs(
     screen: Console, runs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast], price: float | None
 ) -> None:
@@ -360,7 +367,7 @@ def _print_runs(
         note += "; more runs may follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         forecast = [_forecast_text([predicted[spec.run_id]], price)] if spec.run_id in predicted else []
-        for remark in (_describe(spec), *_remarks(spec, run_dir), *_layout(spec), *forecast):
+        for remark in (_describe(spec), *_picture(spec), *_remarks(spec, run_dir), *forecast):
             print_hanging(screen, f"    {remark}", 6)
         # A command is one line on a terminal too, to be copied.
         print_plain(screen, f"    {load('launchers', spec.launcher.name).prepare(spec, run_dir)}")

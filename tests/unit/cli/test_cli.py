@@ -561,3 +561,26 @@ def test_status_of_no_directory_is_one_sentence(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == (
         "paceline: status: got 'absent', which is not a directory; expected a results directory.\n"
     )
+
+
+def test_a_layout_is_drawn_below_all_strategies_that_have_it(make_spec: Callable[..., RunSpec]) -> None:
+    """Two layouts have lines in common, which both show; what is not split or not possible has no picture."""
+    names = (
+        "mesh:tp=2",
+        "mesh:tp=2,sequence=false",
+        "mesh:pp=2,micro_batches=2",
+        "mesh:pp=2,layers=1+1",
+        "ddp",
+        "mesh:tp=3",
+    )
+    specs = [make_spec(name, 2, model="tiny-llama", accumulation=2) for name in names]
+    assert experiments.pictures([*specs, specs[0]]) == [
+        "mesh:tp=2; mesh:tp=2,sequence=false",
+        "  rank 0  replica 0  part 1 of 2 of every layer",
+        "  rank 1  replica 0  part 2 of 2 of every layer",
+        "mesh:pp=2,micro_batches=2; mesh:pp=2,layers=1+1",
+        "  rank 0  replica 0  layers 0 + embedding",
+        "  rank 1  replica 0  layers 1 + head",
+    ]
+    whole = experiments.pictures([make_spec("mesh:shard=2", 4), make_spec("mesh:shard=4", 4)])
+    assert len(whole) == 2 * (1 + 4)
