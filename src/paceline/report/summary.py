@@ -66,7 +66,11 @@ def summarise(report: Report, charts: Iterable[Chart]) -> Summary:
 
 def main_chart(charts: Iterable[Chart]) -> str | None:
     """The name of the chart that answers most, or None without charts."""
-    names = [chart.name for chart in charts]
+    by_name = {chart.name: chart for chart in charts}
+    # A curve over sizes that has only some of the strategies answers less than all of them beside each other.
+    grown = max((len(chart.series) for name, chart in by_name.items() if name.startswith(f"{SCALED}_")), default=0)
+    beside = len(by_name[PARETO].series) if PARETO in by_name else 0
+    names = [name for name in by_name if grown >= beside or not name.startswith(f"{SCALED}_")]
     for wanted in MAIN:
         for name in names:
             if name == wanted or (wanted.endswith("_") and name.startswith(wanted)):
@@ -136,8 +140,13 @@ def _choice(report: Report, found: Recommendation) -> str:
         needs = "needs " if c.metric != THROUGHPUT else "is "
         undecided = [name for name in found.choose if name != c.label]
         if not are_equal:
-            beside = f"; inconclusive against {listed(undecided)}" if undecided else ""
-            return f"{c.label} {needs}{margin} {word} than {c.other_label}{where}{beside}"
+            text = f"{c.label} {needs}{margin} {word} than {c.other_label}{where}"
+            named = f"{text}; inconclusive against {listed(undecided)}"
+            # Who else may be as good must not be cut from a long headline.
+            short = (
+                named if len(named.split()) <= MOST_WORDS else f"{text}; inconclusive against {len(undecided)} others"
+            )
+            return short if undecided else text
         return f"{names} lead{where}: {margin} {word} than {c.other_label}"
     if are_equal:
         within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)

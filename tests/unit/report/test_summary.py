@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 
 from paceline.analysis.findings import LaunchTrust, Report
+from paceline.report import answer as sentences
 from paceline.report.charts import charts
-from paceline.report.charts.chart import CURVE, MARK, Point
+from paceline.report.charts.chart import CURVE, MARK, Point, Series
 from paceline.report.charts.fabric import link_limit
 from paceline.report.charts.front import FRONT, front_of
-from paceline.report.summary import MOST_WORDS, brief, headline, light, summarise
+from paceline.report.summary import MOST_WORDS, brief, headline, light, main_chart, summarise
 from paceline.report.tiles import BARS
 
 
@@ -48,10 +49,27 @@ def test_the_tiles_are_about_the_leader_with_its_intervals(report: Report) -> No
     assert len(beside.values) == len(set(beside.colours)) == 4, "one bar and one colour for each ranked strategy"
 
 
-def test_the_main_chart_is_the_scaling_line_and_without_it_speed_against_memory(report: Report) -> None:
-    assert summarise(report, charts(report)).chart == "scaling_rate_weak"
-    flat = dataclasses.replace(report, scaling=())
-    assert summarise(flat, charts(flat)).chart == "pareto"
+def test_the_main_chart_is_the_scaling_line_if_it_has_all_strategies(report: Report) -> None:
+    found = {chart.name: chart for chart in charts(report)}
+    assert len(found["pareto"].series) == 5, "four strategies and the front"
+    assert len(found["scaling_rate_weak"].series) == 2, "ddp and the ideal"
+    assert main_chart(found.values()) == "pareto"
+    four = tuple(Series(name=str(i), colour=i) for i in range(5))
+    found["scaling_rate_weak"] = dataclasses.replace(found["scaling_rate_weak"], series=four)
+    assert main_chart(found.values()) == "scaling_rate_weak"
+
+
+def test_a_headline_never_hides_who_may_be_as_good(report: Report) -> None:
+    """Three names are too long for 15 words, so they are counted."""
+    leading = sentences.headline(report)
+    assert leading is not None
+    assert leading.decisive is not None
+    winner, names = leading.decisive.label, ("zero:stage=1", "zero:stage=2", "zero:stage=3")
+    several = dataclasses.replace(leading, choose=(winner, *names))
+    others = tuple(several if r is leading else r for r in report.recommendations)
+    found = headline(dataclasses.replace(report, recommendations=others))
+    assert found.endswith("; inconclusive against 3 others")
+    assert len(found.split()) <= MOST_WORDS
 
 
 def test_the_front_keeps_what_no_other_beats_in_both() -> None:

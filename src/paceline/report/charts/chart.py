@@ -125,9 +125,12 @@ def parts(names: Iterable[str]) -> tuple[Series, ...]:
 
 
 def others(names: Iterable[str]) -> tuple[Series, ...]:
-    """Series beside what is compared (replicas, number formats): colours of parts, the most different first."""
+    """Series beside what is compared (replicas, number formats, gauges): colours of parts, the most different first,
+    and every second line dashed, because tones alone are hard to tell apart on thin lines."""
     order = tuple(COLOURS + i for i in (0, 4, 2, 3, 1, 5))
-    return tuple(Series(name=n, colour=order[min(i, PARTS - 1)]) for i, n in enumerate(dict.fromkeys(names)))
+    return tuple(
+        Series(name=n, colour=order[min(i, PARTS - 1)], dashed=i % 2 == 1) for i, n in enumerate(dict.fromkeys(names))
+    )
 
 
 def strategies(report: Report) -> tuple[Series, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.analysis.findings import GaugeTrace, Report
-from paceline.report.charts.chart import CURVE, LINES, Axis, Chart, Point, Span, parts, used
+from paceline.report.charts.chart import CURVE, LINES, Axis, Chart, Point, Span, others, used
 from paceline.report.tables.gauges import device_name
 from paceline.report.text.cells import axes_of, cell_name, varying_axes, without_shared
 
@@ -37,7 +37,7 @@ def traces(report: Report) -> Iterator[Chart]:
         x=Axis(label="s", zero=False, shared=False),
         y=Axis(label="% of the limit, or C"),
         points=tuple(points),
-        series=used(parts(GAUGES), points),
+        series=used(others(GAUGES), points),
         spans=tuple(spans),
     )
 

@@ -14,6 +14,7 @@ from paceline.report.charts.chart import (
     BARS,
     CURVE,
     DOTS,
+    GREY,
     HEAT,
     JOINED,
     LINEAR,
@@ -393,7 +394,8 @@ def _curves(axes: Axes, chart: Chart, points: Sequence[Point]) -> None:
     for (series, drawn), ours in lines.items():
         x, y, colour = [_place(chart.x, p.x) for p in ours], [p.y for p in ours], colours[series]
         if drawn == AREA:
-            axes.fill_between(x, [p.low or 0.0 for p in ours], y, color=colour, alpha=0.75, linewidth=0)
+            alpha = 0.2 if colour == PALETTE[GREY] else 0.75
+            axes.fill_between(x, [p.low or 0.0 for p in ours], y, color=colour, alpha=alpha, linewidth=0)
         elif drawn == LONE:
             axes.plot(x, y, "o", color=colour, markersize=3.4, zorder=4)
         elif drawn == RING:
@@ -406,12 +408,13 @@ def _curves(axes: Axes, chart: Chart, points: Sequence[Point]) -> None:
             for at, low, high in ends:
                 axes.vlines(at, low, high or low, color=colour, linewidth=1.4)
         elif drawn == TRAIL:
-            # A gap in time ends the line; the next stretch begins a new one.
+            # A gap in time ends the line, and so does the next run; the next stretch begins a new one.
             gaps = [b - a for a, b in pairwise(x)]
-            usual = statistics.median(gaps) if gaps else 0.0
-            cuts = [0, *(i + 1 for i, gap in enumerate(gaps) if gap > 1.6 * usual), len(x)]
+            usual = statistics.median([gap for gap in gaps if gap > 0] or [0.0])
+            cuts = [0, *(i + 1 for i, gap in enumerate(gaps) if gap < 0 or gap > 1.6 * usual), len(x)]
+            style = "--" if series in dashed else "-"
             for start, end in pairwise(cuts):
-                axes.plot(x[start:end], y[start:end], color=colour, linewidth=1.4)
+                axes.plot(x[start:end], y[start:end], color=colour, linewidth=1.4, linestyle=style)
         else:
             assert drawn == JOINED, drawn
             style = "--" if series in dashed else "-"

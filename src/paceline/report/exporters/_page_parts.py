@@ -175,9 +175,13 @@ def spark(trend: Trend) -> str:
 
 def is_wide(chart: Chart) -> bool:
     """Whether a chart needs the whole width of the page."""
-    panels = len({point.group for point in chart.points}) if chart.kind == "lines" else 1
+    groups = len({point.group for point in chart.points})
+    panels = groups if chart.kind == "lines" else 1
     lanes = len({(point.group, point.label) for point in chart.points}) if chart.kind in ("bars", "stack") else 0
-    return panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX or lanes > MOST_LANES
+    # Strips have a panel per group too, each on its own axis.
+    if chart.kind == "spans" or (chart.kind == "dots" and groups > 1):
+        return True
+    return panels > PANELLED or chart.panel_px * panels > WIDE_PX or lanes > MOST_LANES
 
 
 def figures(charts: Sequence[Chart]) -> str:

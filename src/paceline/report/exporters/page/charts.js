@@ -31,14 +31,17 @@ const Charts = (() => {
     return widths.get(key);
   }
 
-  /** Lines that fit the room, broken between words. */
+  /** Lines that fit the room, broken between words and options, and within a word that is longer than a line. */
   function wrapped(text, room, weight) {
-    const lines = [];
-    for (const word of text.split(" ")) {
-      const longer = lines.length ? `${lines.at(-1)} ${word}` : word;
-      if (lines.length && width(longer, weight) <= room) lines[lines.length - 1] = longer; else lines.push(word);
+    const lines = [""];
+    for (const piece of text.split(/(?<= )|(?<=,)(?=[a-z_])/)) {
+      const longer = lines.at(-1) + piece;
+      if (width(longer.trimEnd(), weight) <= room) { lines[lines.length - 1] = longer; continue; }
+      if (lines.at(-1)) lines.push("");
+      for (const letter of piece)
+        if (width(lines.at(-1) + letter, weight) <= room || !lines.at(-1)) lines[lines.length - 1] += letter; else lines.push(letter);
     }
-    return lines;
+    return lines.map(line => line.trimEnd());
   }
 
   /** Columns of so many panels, none narrower than asked, and all rows alike: 8 in two rows of 4, not of 5 and 3. */
@@ -267,7 +270,7 @@ const Charts = (() => {
     if (axis.scale === "log2") return within(d3.range(0, 40).map(k => 2 ** k));
     const powers = d3.range(-12, 16).map(k => 10 ** k), whole = within(powers);
     const finer = within(powers.flatMap(v => [v, 2 * v, 5 * v]));
-    if (finer.length < 2) return d3.ticks(low, high, 4);
+    if (finer.length < 3) return d3.ticks(low, high, 4);
     if (whole.length < 3) return finer;
     const every = Math.ceil(whole.length / 6);
     return whole.filter((_, i) => i % every === 0);
@@ -286,7 +289,8 @@ const Charts = (() => {
     }
     if (axis.scale === "log") return marksOf(axis, d3.extent(all));
     const edge = .04 * (all.at(-1) - all[0]); // a range that begins just behind a round number shows that number
-    if (axis.ticks === "round") return d3.ticks(axis.zero === false ? all[0] - edge : Math.min(0, all[0]), all.at(-1), Math.min(most, 6));
+    const whole = values => all.every(Number.isInteger) ? values.filter(Number.isInteger) : values; // no half steps
+    if (axis.ticks === "round") return whole(d3.ticks(axis.zero === false ? all[0] - edge : Math.min(0, all[0]), all.at(-1), Math.min(most, 6)));
     if (axis.scale === "linear" && all.length > most) return d3.ticks(all[0] - edge, all.at(-1), Math.min(most, 6));
     const every = Math.ceil(all.length / most);
     return all.filter((_, i) => i % every === 0);
@@ -345,13 +349,13 @@ const Charts = (() => {
     ];
   }
 
-  /** The name of each stretch of a curve: where nothing was seen for a while, the next one begins. */
+  /** The name of each stretch of a curve: where nothing was seen for a while, or another run begins, a new one begins. */
   function stretches(points) {
     const found = new Map();
     for (const ours of d3.group(points, p => p.series).values()) {
-      const usual = d3.median(d3.pairs(ours, (a, b) => b.x - a.x)) ?? 0;
+      const usual = d3.median(d3.pairs(ours, (a, b) => b.x - a.x).filter(gap => gap > 0)) ?? 0;
       let stretch = 0;
-      ours.forEach((p, i) => { if (i && p.x - ours[i - 1].x > 1.6 * usual) stretch += 1; found.set(p, `${stretch} ${p.series}`); });
+      ours.forEach((p, i) => { const gap = i ? p.x - ours[i - 1].x : 0; if (gap < 0 || gap > 1.6 * usual) stretch += 1; found.set(p, `${stretch} ${p.series}`); });
     }
     return found;
   }
@@ -396,7 +400,8 @@ const Charts = (() => {
         Plot.dot(marks, { x, y: "y", r: 6, fill: p => stroke.get(p.series), stroke: "var(--paper)", strokeWidth: 1.5 }),
         ...named(marks, pixels, room - 60).map(({ p, dx, dy, textAnchor }) => Plot.text([p], { x, y: "y", text: "text", dx, dy, textAnchor,
           fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4, fontSize: 13 })),
-        Plot.line(trails, { ...line, z: p => stretch.get(p), strokeWidth: 1.5 }),
+        Plot.line(trails.filter(p => !dashed.has(p.series)), { ...line, z: p => stretch.get(p), strokeWidth: 1.5 }),
+        Plot.line(trails.filter(p => dashed.has(p.series)), { ...line, z: p => stretch.get(p), strokeWidth: 1.5, strokeDasharray: "4 3" }),
         Plot.ruleX(wide, { x, y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.3 }),
         Plot.dot(joined, { x, y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
         Plot.dot(kind("lone"), { x, y: "y", r: 2.4, fill: p => stroke.get(p.series), fillOpacity: .8 }),

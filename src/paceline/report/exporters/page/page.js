@@ -223,11 +223,15 @@
     const marks = points.filter(p => p.drawn !== "curve");
     const named = marks.length && marks.every(p => p.drawn === "mark" && p.text === p.series); // beside its mark
     if (lanes || named || series.length < 2) return [];
-    const stroke = chart.kind === "lines" ? "stroke" : "";
-    return [make("div", { className: "legend" }, ...series.map(s => {
+    const lined = new Set(points.filter(p => !["area", "mark", "lone", "ring"].includes(p.drawn)).map(p => p.series));
+    const alike = d3.groups(series, s => `${s.colour} ${s.dashed ?? ""}`);
+    return [make("div", { className: "legend" }, ...alike.map(([, [s, ...more]]) => {
+      const stroke = chart.kind === "lines" && lined.has(s.name) ? "stroke" : "";
       const swatch = make("i", { className: `${stroke} ${s.dashed ? "dashed" : ""}` });
       swatch.style[stroke ? "borderColor" : "background"] = `var(--s${s.colour})`;
-      return make("span", {}, swatch, s.name);
+      // Beyond the palette several share a colour: one entry for all of them, whose marks tell their names.
+      const names = [s, ...more].map(each => each.name);
+      return make("span", more.length ? { title: names.join(", ") } : {}, swatch, more.length ? `${names.length} others` : s.name);
     }))];
   }
 
@@ -425,6 +429,7 @@
     const title = [...table.tHead.rows[0].cells].findIndex(head => !head.classList.contains("n"));
     for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => {
       if (i === title) cell.classList.add("title"); else cell.dataset.label = heads[i];
+      if (heads[i] === "rank" && /\d/.test(cell.textContent)) row.cells[title].dataset.rank = cell.textContent;
     });
     const count = table.tBodies[0].rows.length;
     if (count <= MOST_CARDS + FEW_MORE) return;
