@@ -425,17 +425,19 @@ def test_without_javascript_the_tables_are_there_and_the_charts_are_named(chromi
 
 @pytest.fixture(scope="module")
 def other_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs of one experiment against themselves 20 % slower, and over twelve days with a change after the sixth. The
-    directories and the experiment have names that are scripts."""
+    """Runs of one experiment against themselves 20 % slower under another driver, and over twelve days with that change
+    after the sixth. The directories and the experiment have names that are scripts."""
     folder = tmp_path_factory.mktemp("others")
     with tarfile.open(KEPT / "h200" / "runs.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     records, _ = read_experiment(folder / "h200")
 
     def later(days: int, slower: float) -> list[Any]:
+        changed = {"driver": "590.44.01"} if slower >= 1.2 else {}
         return [
             dataclasses.replace(
                 record,
+                machines=tuple({**machine, **changed} for machine in record.machines),
                 started_at=record.started_at + 86400 * days,
                 ended_at=record.ended_at + 86400 * days,
                 path=f"/day-{days}/h200/{record.spec.run_id}",
@@ -471,6 +473,8 @@ def test_compared_directories_are_a_page(other: Any) -> None:
     """20 % more time per step is 16.7 % fewer tokens/s in every cell; launches of ZeRO-3 differ too much to show it."""
     tiles = [tile.text.split("\n")[:2] for tile in all_of(other, ".tile")]
     assert tiles == [["Worse", "7"], ["Better", "0"], ["Equal", "8"], ["Inconclusive", "1"]], "step time says the same"
+    assert all(tile.text for tile in all_of(other, ".tile .interval")[:1]), "the largest change with its interval"
+    assert "Differs in every cell: driver 580.159.04 -&gt; 590.44.01" in other.page_source
     assert "Equal: 8 rows" in [summary.text for summary in all_of(other, "section summary")]
     with sized(other, 1440):
         wide = "return Math.min(...[...document.querySelectorAll('.panels svg')].map(s => s.clientWidth))"
@@ -494,6 +498,8 @@ def test_a_history_is_a_page_with_its_change(other: Any) -> None:
     assert EVIL in text
     assert words(other, ".headline").startswith("tokens/s of "), "words, not the name of a metric"
     assert "16.6 % lower since" in words(other, ".headline"), "1 / 1.2, less the spread between days"
+    assert "(driver 580.159.04" in words(other, ".headline"), "and what changed with it"
+    assert "16.6 % lower: driver 580.159.04" in chart_text(other, "history_tokens_per_s"), "at the change in the chart"
     assert "NaN" not in text
     assert len(all_of(other, "figure svg")) >= 1
 

@@ -27,7 +27,7 @@ from paceline.report.tables import (
     tradeoffs,
 )
 from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
-from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes
+from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, short_models, turned, unranked, varying_axes
 from paceline.wording import listed, ratio_words, short_percent
 
 # Sentences of a report about the machine; each is empty if the report has no such runs.
@@ -228,7 +228,10 @@ def _endings_of(report: Report, listed_already: bool) -> str:
     ended = _endings(left)
     if listed_already or not (cells := ranked_cells(report)):
         return ended
-    measured = [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in cells]
+    models = short_models(run.axes.get("model") for run in report.runs)
+    found = [axes_of(report, cell) or {} for cell in cells]
+    brief = [{**axes, "model": models.get(axes.get("model"))} for axes in found]
+    measured = [_bracketed(describe(axes, named)) for axes in brief]
     start = f"Measured: {listed(_named(measured))}"
     return f"{start}; {ended}" if ended else f"{start}."
 

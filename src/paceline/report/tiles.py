@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from paceline.analysis.findings import CollectiveRow, Cost, Measurement, Report, offers_of
@@ -12,6 +12,7 @@ from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT
 from paceline.host.prices import SPOT
 from paceline.report import answer
+from paceline.report.charts import ceilings as ceiling_charts
 from paceline.report.charts.chart import COLOURS, strategies, thinned
 from paceline.report.charts.fabric import operations
 from paceline.report.charts.front import lead_group
@@ -30,6 +31,7 @@ MOST_POINTS = 48
 FEWEST_LAUNCHES = 3
 MEMORY, SHARE, STEP = "peak_memory_bytes", "mfu_ratio", "step_time_s"
 LINE, BARS = "line", "bars"
+ONE_LAUNCH, NO_INTERVAL = "1 launch, no interval", "no interval"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,10 @@ class Trend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One number with its interval. note says what it is about; cell is the one to open, None if it is not of one."""
+    """One number with its interval, or in its place why it has none.
+
+    note says what it is about; cell is the one to open, None if it is not of one.
+    """
 
     name: str
     value: str
@@ -104,6 +109,15 @@ def _training_tiles(report: Report, group: Group) -> tuple[Tile, ...]:
     return tuple(tile for tile in found if tile is not None)
 
 
+def _ends(m: Measurement, interval: str) -> str:
+    """The interval, or why there is none: one launch has no spread, and bytes are often the same in every launch."""
+    if interval:
+        return interval
+    if m.launches == 1:
+        return ONE_LAUNCH
+    return f"same in {m.launches} launches" if m.low is not None and m.low == m.high else NO_INTERVAL
+
+
 def _measured_tile(
     report: Report, group: Group, row: Row, metric: str, name: str, note: str, colours: Mapping[str, int]
 ) -> Tile | None:
@@ -118,7 +132,8 @@ def _measured_tile(
     if trend is None and per_step is not None:
         trend = _over_steps(report, m, per_step, colours.get(row.label, 0))
     trend = trend or _over_cells(others, row.label, colours)
-    return Tile(name=name, value=value, unit=scale.unit, interval=interval, note=note, trend=trend, cell=row.cell)
+    ends = _ends(m, interval)
+    return Tile(name=name, value=value, unit=scale.unit, interval=ends, note=note, trend=trend, cell=row.cell)
 
 
 def _cost_tile(
@@ -130,7 +145,13 @@ def _cost_tile(
     trend = _over_cells(others, row.label, colours) or _over_steps(report, m, 1, colours.get(row.label, 0))
     note = f"at {cost.price.name}, {cost.price.kind}"
     return Tile(
-        name="Cost", value=value, unit=PER_BILLION.unit, interval=interval, note=note, trend=trend, cell=row.cell
+        name="Cost",
+        value=value,
+        unit=PER_BILLION.unit,
+        interval=_ends(m, interval),
+        note=note,
+        trend=trend,
+        cell=row.cell,
     )
 
 
@@ -212,7 +233,7 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
                 name=f"{name}{percentile}",
                 value=value,
                 unit=scale.unit,
-                interval=interval,
+                interval=_ends(m, interval),
                 note=f"{few}{what}",
                 trend=trend,
                 cell=m.cell,
@@ -228,7 +249,8 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
         alike = (c for c in report.served_costs if c.price.name == cost.price.name and c.price.kind == cost.price.kind)
         usd = tuple(c.usd_per_output_mtok.value for c in alike if c.usd_per_output_mtok.value is not None)
         trend = _each_load(usd, m.value)
-        found.append(Tile(name="Cost", value=value, unit=unit, interval=interval, note=note, trend=trend, cell=m.cell))
+        ends = _ends(m, interval)
+        found.append(Tile(name="Cost", value=value, unit=unit, interval=ends, note=note, trend=trend, cell=m.cell))
     elif (rate := best.get("requests_per_s")) is not None and rate.value is not None:
         value, interval = format_parts(rate.value, rate.low, rate.high)
         found.append(
@@ -236,7 +258,7 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
                 name="Requests",
                 value=value,
                 unit="requests/s",
-                interval=interval,
+                interval=_ends(rate, interval),
                 note=what,
                 trend=_each_load(values_of("requests_per_s"), rate.value),
                 cell=rate.cell,
@@ -267,26 +289,24 @@ def _fabric_tiles(report: Report) -> tuple[Tile, ...]:
     order = sorted(best, key=lambda op: wanted.index(op) if op in wanted else len(wanted))
     colours = {one.name: one.colour for one in operations(report)}
     found = []
+
+    def over_size(row: CollectiveRow, value: Callable[[CollectiveRow], float | None]) -> Trend | None:
+        own = (row.operation, row.dtype, row.mode, row.in_place)
+        sizes = {r.size_bytes: value(r) or 0.0 for r in rows if (r.operation, r.dtype, r.mode, r.in_place) == own}
+        values = tuple(sizes[size] for size in sorted(sizes))
+        return Trend(values=values, name="over message size", colours=(colours[row.operation],)) if values[1:] else None
+
     for operation in order[: TILES - 1]:
         row = best[operation]
         scale = scale_of("bytes/s", "busbw", [row.busbw_bytes_per_s])
-        alike = [
-            r for r in rows if (r.cell, r.operation, r.dtype, r.mode) == (row.cell, operation, row.dtype, row.mode)
-        ]
-        sizes = {r.size_bytes: r.busbw_bytes_per_s or 0.0 for r in alike}
         found.append(
             Tile(
                 name=f"{operation} bus bandwidth",
                 value=format_parts(row.busbw_bytes_per_s, None, None, scale)[0],
                 unit=scale.unit,
+                interval=_launches(row),
                 note=", ".join(filter(None, (f"{row.dtype}, {axis_text('world_size', row.axes)}", row.note))),
-                trend=Trend(
-                    values=tuple(sizes[s] for s in sorted(sizes)),
-                    name="over message size",
-                    colours=(colours[operation],),
-                )
-                if len(sizes) > 1
-                else None,
+                trend=over_size(row, lambda r: r.busbw_bytes_per_s),
                 cell=row.cell,
             )
         )
@@ -297,11 +317,17 @@ def _fabric_tiles(report: Report) -> tuple[Tile, ...]:
                 name=f"{order[0]} latency",
                 value=number(least.time_s, US),
                 unit=US.unit,
+                interval=_launches(least),
                 note=f"at {format_size(least.size_bytes)}, {least.dtype}",
+                trend=over_size(least, lambda r: r.time_s),
                 cell=least.cell,
             )
         )
     return tuple(found)
+
+
+def _launches(row: CollectiveRow) -> str:
+    return ONE_LAUNCH if row.launches == 1 else f"mean of {row.launches} launches"
 
 
 def _memory_tiles(report: Report) -> tuple[Tile, ...]:
@@ -324,6 +350,7 @@ def _memory_tiles(report: Report) -> tuple[Tile, ...]:
             name="Largest peak",
             value=format_parts(max(peaks), None, None, unit)[0],
             unit=unit.unit,
+            interval=f"from {format_parts(min(peaks), None, None, unit)[0]}" if peaks[1:] else "",
             note=capacity,
             trend=Trend(values=tuple(peaks), name="every cell", kind=BARS, colours=colours),
             cell=most.cell,
@@ -331,15 +358,27 @@ def _memory_tiles(report: Report) -> tuple[Tile, ...]:
     ]
     if errors:
         bars = Trend(values=tuple(errors), name="every cell", kind=BARS, colours=tuple(colour for _, colour in wrong))
-        cells = f"of {len(errors)} cells"
+        worst = max((row for row in rows if row.error_ratio is not None), key=lambda row: abs(row.error_ratio or 0.0))
+        least, middle, most_wrong = (
+            short_percent(e).removesuffix(" %") for e in (min(errors), median(errors), max(errors))
+        )
         found += [
-            Tile(name="Median error", value=short_percent(median(errors)).removesuffix(" %"), unit="%", note=cells),
+            Tile(
+                name="Median error",
+                value=middle,
+                unit="%",
+                interval=f"from {least} to {most_wrong}",
+                note=f"of {len(errors)} cells, predicted before the run",
+                trend=bars,
+            ),
             Tile(
                 name="Worst error",
-                value=short_percent(max(errors)).removesuffix(" %"),
+                value=most_wrong,
                 unit="%",
-                note=cells,
-                trend=bars,
+                interval=f"predicted {'too much' if (worst.error_ratio or 0.0) > 0 else 'too little'}",
+                note=describe(worst.axes, ()),
+                trend=replace(bars, at=len(errors) - 1),
+                cell=worst.cell,
             ),
         ]
     ended = Counter(run.status for run in report.runs if not run.is_reference)
@@ -355,6 +394,7 @@ def _ceiling_tiles(report: Report) -> tuple[Tile, ...]:
     ours = [m for m in report.measurements if "kernel" in m.axes and m.axes["rank"] is None and m.value is not None]
     best = [m for m in ours if m.metric == "achievable_flops_per_s"]
     shares = {m.axes["dtype"]: m for m in ours if m.metric == "datasheet_share_ratio"}
+    lines = {one.name: one.colour for chart in ceiling_charts.products(report) for one in chart.series}
     order = ("bf16", "fp8", "fp16", "tf32", "fp32")
     best.sort(key=lambda m: order.index(str(m.axes["dtype"])) if m.axes["dtype"] in order else len(order))
     scale = ceilings.scale_for(best)
@@ -370,7 +410,8 @@ def _ceiling_tiles(report: Report) -> tuple[Tile, ...]:
             n for n in ours if n.metric == "matmul_flops_per_s" and n.axes["dtype"] == dtype and n.axes.get("size")
         ]
         values = tuple(n.value or 0.0 for n in sorted(swept, key=lambda n: float(n.axes["size"] or 0)))
-        trend = Trend(values=values, name="over the size of the matrices") if len(values) > 1 else None
+        colour = lines.get(str(dtype), COLOURS)
+        trend = Trend(values=values, name="over the size of the matrices", colours=(colour,)) if values[1:] else None
         found.append(
             Tile(
                 name=f"{dtype} products",
@@ -387,7 +428,8 @@ def _ceiling_tiles(report: Report) -> tuple[Tile, ...]:
         if copies:
             copies.sort(key=lambda m: float(m.axes["size"] or 0))
             value, interval = format_parts(copies[-1].value, copies[-1].low, copies[-1].high, ceilings.GIGA)
-            trend = Trend(values=tuple(m.value or 0.0 for m in copies), name="over size") if len(copies) > 1 else None
+            values = tuple(m.value or 0.0 for m in copies)
+            trend = Trend(values=values, name="over size", colours=(COLOURS,)) if values[1:] else None
             variant = copies[-1].axes.get("variant")
             note = f"{variant}, largest size" if variant else "largest size, bytes read and written"
             found.append(

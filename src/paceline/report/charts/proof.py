@@ -101,6 +101,7 @@ def ranks(report: Report) -> Iterator[Chart]:
     first = {cell: run for cell, run in first.items() if len(run.rank_steps) > 1}
     lanes = [(cell_name(report, c, r.axes, named), step, r) for c, r in first.items() for step in r.rank_steps]
     lanes = lanes[:MOST_RANKS]
+    short, shared = without_shared(name for name, _, _ in lanes)
     points = []
     for name, step, run in lanes:
         sent = {_over(dimension): s for dimension, s in step.by_dimension} or {EXPOSED: step.exposed_s}
@@ -114,7 +115,7 @@ def ranks(report: Report) -> Iterator[Chart]:
                 Point(
                     y=size,
                     label=f"rank {step.rank}",
-                    group=name,
+                    group=short[name],
                     series=word,
                     text=text,
                     detail=f"{word}: {size:.3g} ms, {size / whole:.0%} of the step{hidden}",
@@ -127,7 +128,8 @@ def ranks(report: Report) -> Iterator[Chart]:
         name="ranks",
         title="One step, rank by rank",
         subtitle="From the profile of a few steps after the measured window; the profiler itself adds some idle time."
-        + (" Communication that nothing hides, by dimension of the layout." if dimensions else ""),
+        + (" Communication that nothing hides, by dimension of the layout." if dimensions else "")
+        + (f" All: {shared}." if shared else ""),
         kind=STACK,
         y=Axis(label="ms per optimizer step", unit="ms"),
         points=tuple(points),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
 from paceline.analysis.findings import HistorySeries, Report
 from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, Rule, parts
+from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.history import day, differs_text, size_text
 from paceline.wording import format_number, metric_words, scale_of
 
@@ -15,6 +17,7 @@ DAY_S = 86_400.0
 LAUNCH, LEVEL = parts(("launch", "level"))
 # Series that changed are drawn first; the table has all.
 MOST_PANELS = 12
+LEAST_MOVE = 1e-3
 
 
 def history(report: Report) -> Iterator[Chart]:
@@ -24,9 +27,9 @@ def history(report: Report) -> Iterator[Chart]:
 def over_time(histories: Sequence[HistorySeries]) -> Iterator[Chart]:
     """One chart per metric, a panel per cell. Shares of the first level put cells of any speed on one axis.
 
-    What never moved is in the table only.
+    What never moved by more than LEAST_MOVE, such as the peak memory of most cells, is in the table only.
     """
-    moved = [series for series in histories if len({point.value for point in series.points}) > 1]
+    moved = [series for series in histories if series.changes or _spread(series) > LEAST_MOVE]
     for metric in dict.fromkeys(series.metric for series in moved):
         ours = sorted((s for s in moved if s.metric == metric), key=lambda s: not s.changes)[:MOST_PANELS]
         began = min(p.started_at for s in ours for p in s.points)
@@ -45,10 +48,16 @@ def over_time(histories: Sequence[HistorySeries]) -> Iterator[Chart]:
         )
 
 
+def _spread(series: HistorySeries) -> float:
+    values = [point.value for point in series.points]
+    return max(values) / min(values) - 1 if min(values) > 0 else math.inf
+
+
 def _annotations(series: HistorySeries, began: float) -> Iterator[Rule]:
     """A line at each change, named by what changed with the level."""
     for change in series.changes:
-        what = differs_text(change) if change.throughout else size_text(change).partition(" (")[0]
+        size = size_text(change).partition(" (")[0]
+        what = f"{size}: {differences_text(change.differences, most=1)}" if change.throughout else size
         yield Rule(y=(change.after_at - began) / DAY_S, label=what, group=series.label, upright=True)
 
 

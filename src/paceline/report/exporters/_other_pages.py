@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Between, Change, HistorySeries
+from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Between, Change, ChangePoint, HistorySeries
 from paceline.report.charts import Chart, Point, Rule
-from paceline.report.charts.chart import SPANS, WRONG, Axis, Series, parts, used
-from paceline.report.charts.time import over_time
+from paceline.report.charts.chart import SPANS, WRONG, Axis, Series, parts, thinned, used
+from paceline.report.charts.time import LAUNCH, over_time
 from paceline.report.exporters._page_parts import block, bullets, figures, first_screen, folded
 from paceline.report.exporters.html import chart_data, page
 from paceline.report.summary import AMBER, GREEN, RED, Light, Summary, brief
 from paceline.report.tables import comparison, history
 from paceline.report.text.cells import THROUGHPUT, without_shared
-from paceline.report.tiles import Tile
-from paceline.wording import direction, metric_words, short_percent, verdict_text
+from paceline.report.tiles import BARS, MOST_POINTS, Tile, Trend
+from paceline.wording import direction, format_own, metric_words, places, short_percent, verdict_text
 
 MOST_LANES = 40
 WORDS = {BETTER: "better", WORSE: "worse", EQUAL: "equal", INCONCLUSIVE: "inconclusive", None: "no verdict"}
@@ -95,26 +94,43 @@ def _lane(c: Change) -> Point:
 
 
 def _change_tiles(changes: Sequence[Change]) -> tuple[Tile, ...]:
-    counts = Counter(c.verdict for c in changes)
     total = f"of {len(changes)} comparisons"
-    worst = [c for c in changes if c.verdict == WORSE]
-    best = [c for c in changes if c.verdict == BETTER]
 
-    def largest(side: Sequence[Change]) -> str:
-        if not side:
-            return total
+    def tile(name: str, *verdicts: str | None) -> Tile:
+        """How many, the largest with its interval, and all of them as bars."""
+        side = [c for c in changes if c.verdict in verdicts]
+        sizes = sorted((abs(100 * (c.ratio - 1)) for c in side), reverse=True)
+        bars = Trend(
+            values=tuple(sizes), name="change of each, %", kind=BARS, colours=(colours[WORDS[verdicts[0]]],) * len(side)
+        )
+        found = Tile(name=name, value=str(len(side)), unit=total, trend=bars if sizes[1:] and sizes[0] else None)
+        if not side or EQUAL in verdicts:
+            return found
         c = max(side, key=lambda c: abs(c.ratio - 1))
         size = verdict_text(c.verdict, c.ratio, c.low, c.high, direction(c.metric, c.ratio))[0]
-        return f"at most {size}: {c.label.partition(', ')[0]}"
+        interval = percent_interval(c)
+        if INCONCLUSIVE in verdicts:
+            unseen = max((c.detectable_ratio for c in side if c.detectable_ratio), default=None)
+            note = f"smallest detectable difference {short_percent(unseen)}" if unseen else ""
+            return replace(found, interval=interval, note=note)
+        return replace(found, interval=interval, note=f"at most {size}: {c.label.partition(', ')[0]}")
 
-    seen = [c.detectable_ratio for c in changes if c.detectable_ratio]
-    unseen = f"smallest detectable difference {short_percent(max(seen))}" if seen else total
+    colours = {one.name: one.colour for one in SERIES}
     return (
-        Tile(name="Worse", value=str(counts[WORSE]), unit="", note=largest(worst)),
-        Tile(name="Better", value=str(counts[BETTER]), unit="", note=largest(best)),
-        Tile(name="Equal", value=str(counts[EQUAL]), unit="", note=total),
-        Tile(name="Inconclusive", value=str(counts[INCONCLUSIVE] + counts[None]), unit="", note=unseen),
+        tile("Worse", WORSE),
+        tile("Better", BETTER),
+        tile("Equal", EQUAL),
+        tile("Inconclusive", INCONCLUSIVE, None),
     )
+
+
+def percent_interval(c: Change) -> str:
+    """`[-19.0, -14.3] %`: the interval of a change; empty if it has none."""
+    if c.low is None or c.high is None:
+        return ""
+    low, high = 100 * (c.low - 1), 100 * (c.high - 1)
+    digits = places(100 * (c.ratio - 1), low, high)
+    return f"[{format_own(low, digits)}, {format_own(high, digits)}] %"
 
 
 def _light(found: Between) -> Light:
@@ -144,11 +160,14 @@ def history_page(
     searched = [series for series in found if series.note is None]
     launches = {(p.run, p.started_at) for series in found for p in series.points}
     first = min((p.started_at for series in found for p in series.points), default=None)
+    since = f"since {history.day(first)}" if first else ""
     tiles = (
-        Tile(name="Launches", value=str(len(launches)), unit="", note=f"since {history.day(first)}" if first else ""),
-        Tile(name="Series", value=str(len(found)), unit="", note=f"{len(searched)} searched for changes"),
-        Tile(name="Changes of level", value=str(len(changes)), unit="", note=_newest(found)),
-        Tile(name="For the worse", value=str(len(worse)), unit="", note=f"of {len(changes)}"),
+        *_newest_tiles(found),
+        Tile(name="Changes of level", value=str(len(changes)), unit=f"{len(worse)} for the worse", note=_newest(found)),
+        Tile(
+            name="Series", value=str(len(found)), unit="cells and metrics", note=f"{len(searched)} searched for changes"
+        ),
+        Tile(name="Launches", value=str(len(launches)), unit="launches", note=since),
     )
     level = RED if worse else GREEN if searched else AMBER
     text = "a level changed for the worse" if worse else "no change for the worse" if searched else "too few launches"
@@ -164,13 +183,36 @@ def history_page(
     return _page(title, summary, drawn, body, above)
 
 
-def _newest_change(found: Sequence[HistorySeries]) -> str:
-    """`tokens/s of ddp: 16.7 % lower since 2026-11-20 (driver 580 -> 590)`; empty without a change."""
+def _leading(found: Sequence[HistorySeries]) -> tuple[HistorySeries, ChangePoint] | None:
+    """The newest change for the worse, else the newest change."""
     changes = [(series, change) for series in found for change in series.changes]
     worse = [pair for pair in changes if pair[1].verdict == WORSE]
-    if not changes:
+    return max(worse or changes, key=lambda pair: pair[1].after_at, default=None)
+
+
+def _newest_tiles(found: Sequence[HistorySeries]) -> Iterator[Tile]:
+    """The size of the change that the headline is about, with its series as the trend."""
+    if (newest := _leading(found)) is None:
+        return
+    series, change = newest
+    size, interval = comparison.percent_text(change.ratio, change.low, change.high)
+    values = tuple(thinned([p.value for p in series.points], MOST_POINTS))
+    yield Tile(
+        name=metric_words(series.metric),
+        value=size.removesuffix(" %"),
+        unit="% lower" if change.ratio < 1 else "% higher",
+        interval=interval,
+        note=f"{series.label.partition(', ')[0]}, since {history.day(change.after_at).partition(' ')[0]}",
+        trend=Trend(values=values, name=f"over {len(series.points)} launches", colours=(LAUNCH.colour,)),
+    )
+
+
+def _newest_change(found: Sequence[HistorySeries]) -> str:
+    """`tokens/s of ddp: 16.7 % lower since 2026-11-20 (driver 580 -> 590)`; empty without a change."""
+    newest = _leading(found)
+    if newest is None:
         return ""
-    series, change = max(worse or changes, key=lambda pair: pair[1].after_at)
+    series, change = newest
     name, size = series.label.partition(", ")[0], history.size_text(change).partition(" (")[0]
     day = history.day(change.after_at).partition(" ")[0]
     why = f" ({comparison.differences_text(change.differences, most=1)})" if change.throughout else ""

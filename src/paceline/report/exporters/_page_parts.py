@@ -26,6 +26,8 @@ NO_CHARTS = (
 )
 # A comma between options, where a line may break.
 OPTION = re.compile(r",(?=[a-z_])")
+# A date is not broken at its hyphens.
+DATE, WHOLE = re.compile(r"\d{4}-\d\d-\d\d"), r'<span class="whole">\g<0></span>'
 # Words no longer than this stay on one line.
 SHORT_WORDS = 24
 
@@ -132,7 +134,7 @@ def first_screen(summary: Summary, chart: Chart | None, proof: str, links: str) 
     few = sum(map(len, summary.support)) < FEW_LETTERS
     lead = "lead above" if chart and (few or is_wide(chart)) else "lead"
     return (
-        f'<p class="headline" role="heading" aria-level="2">{escape(summary.headline)}</p>'
+        f'<p class="headline" role="heading" aria-level="2">{DATE.sub(WHOLE, escape(summary.headline))}</p>'
         f'<div class="tiles">{"".join(map(_tile, summary.tiles))}</div>'
         f'<div class="{lead}">{drawn}<aside aria-label="Trust and evidence">'
         f'{shown}<div class="support">{support}</div>{links}</aside></div>'

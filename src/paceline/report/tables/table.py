@@ -172,6 +172,9 @@ def trains(report: Report) -> bool:
     return not ours or any(run.is_certified for run in ours)
 
 
+NOT_COMPARED = "These cells are not compared with each other, so they are not sorted by speed."
+
+
 def ranking(report: Report) -> tuple[Table, ...]:
     """One table per comparison group: certified cells only, equal ones on one rank, each against the first row."""
     found = []
@@ -181,6 +184,8 @@ def ranking(report: Report) -> tuple[Table, ...]:
         table, absent = without_empty(table)
         names = ", ".join(column.name for column in absent if column.priority)
         notes = (f"Not measured here: {names.removesuffix('.')}.",) if names else ()
+        if len(group.rows) > 1 and not group.is_listed and not _are_compared(group):
+            notes = (NOT_COMPARED, *notes)
         table, same = without_same(table)
         found.append(replace(table, notes=(*group.notes, *notes, *same)))
     return tuple(found)
@@ -246,10 +251,14 @@ def _wire(group: Group) -> Filled[Row]:
     return numeric(f"wire per step, {scale.unit}", 6), fill
 
 
+def _are_compared(group: Group) -> bool:
+    return any(row.versus_best for row in group.rows)
+
+
 def _versus(row: Row, group: Group) -> Cell:
-    if len(group.rows) == 1 or group.is_listed:
+    if group.is_listed or not _are_compared(group):
         return Cell(MISSING)
-    if row.cell == group.rows[0].cell and any(other.versus_best for other in group.rows):
+    if row.cell == group.rows[0].cell:
         alone = row.rank == "1" and sum(other.rank == "1" for other in group.rows) == 1
         return Cell("fastest" if alone else "1x", "", "quiet")
     return verdict_cell(row.versus_best) if row.versus_best else Cell("not compared", "", "quiet")

@@ -183,6 +183,7 @@ class _Context:
     devices: Mapping[str, str | None]
     caveats: tuple[tuple[frozenset[str], tuple[str, ...]], ...]
     levels: Mapping[str, str]
+    models: Mapping[Scalar, str]
 
     @classmethod
     def of(cls, report: Report) -> _Context:
@@ -191,7 +192,8 @@ class _Context:
         devices = {run.run: run.device_name for run in report.runs}
         graded = [c for c in report.certificates if c.level]
         levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
-        return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels)
+        models = short_models(run.axes.get("model") for run in report.runs)
+        return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels, models)
 
     def placed(self, m: Measurement) -> dict[str, Scalar]:
         """The axes of a measurement with the kinds of device that its runs were made on."""
@@ -220,7 +222,8 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
         )
         for rank, cell in zip(_ranks(order, context.verdicts), order, strict=True)
     )
-    title = ", ".join(axis_text(name, axes) for name in context.named if axes.get(name) is not None)
+    brief = {**axes, "model": context.models.get(axes.get("model"), axes.get("model"))}
+    title = ", ".join(axis_text(name, brief) for name in context.named if brief.get(name) is not None)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
     warnings = tuple(note for note in health[0] if all(note in other for other in health))
     heading = "script" if axes.get("script") else "strategy"
@@ -273,6 +276,19 @@ def without_shared(labels: Iterable[str]) -> tuple[dict[str, str], str]:
     short = {label: ", ".join(part for part in each if part not in shared) for label, each in parts.items()}
     # A cell that has nothing of its own keeps its name.
     return {label: name or label for label, name in short.items()}, ", ".join(shared)
+
+
+def short_models(models: Iterable[Scalar]) -> dict[Scalar, str]:
+    """Models without their options, where that leaves them distinct; the common settings and every cell have them whole.
+
+    >>> short_models(["tiny-llama:layers=4,hidden=256", "gpt2", None])
+    {'tiny-llama:layers=4,hidden=256': 'tiny-llama', 'gpt2': 'gpt2'}
+    >>> short_models(["gpt2:layers=4", "gpt2:layers=8"])
+    {'gpt2:layers=4': 'gpt2:layers=4', 'gpt2:layers=8': 'gpt2:layers=8'}
+    """
+    known = dict.fromkeys(str(model) for model in models if model is not None)
+    bare = [name.partition(":")[0] for name in known]
+    return {name: short if bare.count(short) == 1 else name for name, short in zip(known, bare, strict=True)}
 
 
 def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:

@@ -332,16 +332,17 @@ const Charts = (() => {
     return found;
   }
 
-  /** Lines at moments, each named at its top where no earlier one stands in the way. */
+  /** Lines at moments, each named at its top on the side with more room where no earlier one stands in the way. */
   function uprights(rules, [low, high], room) {
     const places = [];
     for (const r of rules) {
-      const at = (r.y - low) / (high - low) * room, long = width(r.label) + 6, turned = at + long > room;
+      const at = (r.y - low) / (high - low) * room, turned = width(r.label) + 6 > room - at && room - at < .4 * room;
+      const lines = wrapped(r.label, Math.max(turned ? at : room - at, 60) - 6), long = d3.max(lines, line => width(line)) + 6;
       const from = turned ? at - long : at;
-      if (places.every(p => from > p.from + p.long || from + long < p.from)) places.push({ r, from, long, turned });
+      if (places.every(p => from > p.from + p.long || from + long < p.from)) places.push({ y: r.y, label: lines.join("\n"), from, long, turned });
     }
-    const text = { x: "y", frameAnchor: "top", dy: 2, text: "label", fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4 };
-    const named = turned => places.filter(p => p.turned === turned).map(p => p.r);
+    const text = { x: "y", frameAnchor: "top", dy: 2, text: "label", lineHeight: LINE / 12, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4 };
+    const named = turned => places.filter(p => p.turned === turned);
     return [
       Plot.ruleX(rules, { x: "y", stroke: "var(--ink)", strokeDasharray: "2 3" }),
       Plot.text(named(false), { ...text, textAnchor: "start", dx: 4 }),

@@ -227,7 +227,8 @@
     const alike = d3.groups(series, s => `${s.colour} ${s.dashed ?? ""}`);
     return [make("div", { className: "legend" }, ...alike.map(([, [s, ...more]]) => {
       const stroke = chart.kind === "lines" && lined.has(s.name) ? "stroke" : "";
-      const swatch = make("i", { className: `${stroke} ${s.dashed ? "dashed" : ""}` });
+      const own = points.filter(p => p.series === s.name), round = own.every(p => ["mark", "lone"].includes(p.drawn)) ? "round" : "";
+      const swatch = make("i", { className: `${stroke || round} ${s.dashed ? "dashed" : ""}` });
       swatch.style[stroke ? "borderColor" : "background"] = `var(--s${s.colour})`;
       // Beyond the palette several share a colour: one entry for all of them, whose marks tell their names.
       const names = [s, ...more].map(each => each.name);
