@@ -14,6 +14,7 @@ from paceline.cli.predictions import (
     MOST_LAYOUTS,
     add_question,
     add_serving,
+    check_rehearsal,
     serving_options,
     setup_from,
     tokens_of,
@@ -60,6 +61,7 @@ def choose(arguments: argparse.Namespace) -> int:
 
     if arguments.serving is not None:
         return serving_options(arguments)
+    check_rehearsal(arguments)
     known = read_known(arguments.anchor)
     decision = predicted = _decision(arguments, known)
     stored.append(
@@ -104,6 +106,8 @@ def _decision(arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor
     """The options of the command line by prediction. runs: measured meanwhile."""
     from paceline.prediction import choosing, layouts
 
+    budget = arguments.budget
+    require(budget is None or budget > 0, "--budget", budget, "USD above 0")
     limits = choosing.Limits(tokens=tokens_of(arguments), deadline_s=_deadline(arguments), budget_usd=arguments.budget)
     if (limits.deadline_s or limits.budget_usd) and limits.tokens is None:
         raise RequestError("--deadline and --budget: got no --tokens, expected how many tokens to train, such as 2B.")

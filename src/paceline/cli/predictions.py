@@ -112,6 +112,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
     if arguments.score is not None:
         return _score(arguments)
+    check_rehearsal(arguments)
     if _without_speed(arguments):
         return OK
     if arguments.serving is not None:
@@ -245,6 +246,10 @@ def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = Fal
     return one
 
 
+def check_rehearsal(arguments: argparse.Namespace) -> None:
+    require(arguments.rehearse >= 0, "--rehearse", arguments.rehearse, "seconds from 0")
+
+
 def tokens_of(arguments: argparse.Namespace) -> float | None:
     return None if arguments.tokens is None else float(token_count(arguments.tokens, "--tokens"))
 
@@ -300,9 +305,11 @@ def serving_options(arguments: argparse.Namespace) -> int:
             )
             found += serving.partitions(base, int(gpus), arguments.ttft, arguments.tpot, measured)
     if not found:
+        limited = arguments.ttft is not None or arguments.tpot is not None
+        needed, longer = (" within the limits", ", or a longer --ttft and --tpot") if limited else ("", "")
         raise RequestError(
-            f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough for {arguments.model} within the limits. "
-            "Use more GPUs, --precision fp8, or a longer --ttft and --tpot."
+            f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough for {arguments.model}{needed}. "
+            f"Use more GPUs, {'' if limited else 'or '}--precision fp8{longer}."
         )
     if arguments.json:
         print(json.dumps([serving.to_dict(one, len(anchors)) for one in found], indent=2))

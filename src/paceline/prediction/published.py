@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from paceline.prediction.setup import Setup, Software
 
 # What a row must say to be predicted; `tokens_per_s_per_gpu` or `step_time_s` to be compared.
 NEEDED = ("hidden", "layers", "heads", "vocab", "seq_len", "gpu", "n_gpus")
+BATCH = ("micro_batch", "global_batch")
+MEASURED = ("step_time_s", "tokens_per_s_per_gpu")
 # The arithmetic of memory may be wrong by less than this factor.
 CLEARLY = 1.5
 # Where a table names no adapter rank: all linear layers at rank 16.
@@ -64,16 +67,49 @@ def read(path: Path) -> list[Row]:
     return [one for one in rows if one is not None]
 
 
-def row(values: Mapping[str, str]) -> Row | None:
-    """The row as a setup, or None if it lacks its shape, layout or measurement."""
-    if not all(values.get(name) for name in NEEDED) or not _has_layout(values):
+def read_given(path: Path, where: str) -> list[Row]:
+    """The rows of a user's table; a RequestError that names what is wrong if none can be used. where: the option."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            names, lines = reader.fieldnames or (), list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise RequestError(f"{where}: got {path}, expected a CSV file: {error}.") from None
+    missing = [name for name in NEEDED if name not in names]
+    missing += [" or ".join(either) for either in (BATCH, MEASURED) if not set(either) & set(names)]
+    if missing:
+        raise RequestError(
+            f"{where}: got {path} without {', '.join(missing)}, expected the columns of "
+            "benchmarks/data/training_throughput.csv."
+        )
+    found = []
+    for number, values in enumerate(lines, 2):
+        one = row(values, f"{where}: {path}, line {number}, gpu")
+        if one is not None:
+            found.append(dataclasses.replace(one, row_id=one.row_id or f"{path.name}, line {number}"))
+    if not found:
+        raise RequestError(
+            f"{where}: got {path} with no usable row, expected in each {', '.join(NEEDED)}, the degrees, "
+            f"{' or '.join(BATCH)}, and a positive {' or '.join(MEASURED)}."
+        )
+    return found
+
+
+def row(values: Mapping[str, str], where: str = "gpu") -> Row | None:
+    """The row as a setup, or None if it lacks its shape, layout or measurement. where: names the GPU in an error."""
+    numbers = (name for name in NEEDED if name != "gpu")
+    if (
+        not values.get("gpu")
+        or not all((_number(values, name) or 0) >= 1 for name in numbers)
+        or not _has_layout(values)
+    ):
         return None
-    setup = _setup(values)
+    setup = _setup(values, where)
     if setup is None:
         return None
     per_gpu, step = _number(values, "tokens_per_s_per_gpu"), _number(values, "step_time_s")
     step = setup.tokens_per_step / setup.gpus / per_gpu if per_gpu else step
-    if not step:
+    if not step or not 0 < step < math.inf:
         return None
     same = ("model", "seq_len", "gpu", "precision", "micro_batch", "tp", "pp", "cp", "activation_checkpointing", "task")
     series = "|".join(values.get(name) or "" for name in (*same, "notes"))
@@ -125,8 +161,8 @@ def _shape(values: Mapping[str, str]) -> Shape:
     )
 
 
-def _setup(values: Mapping[str, str]) -> Setup | None:
-    shape, gpu = _shape(values), hardware.accelerator(values["gpu"])
+def _setup(values: Mapping[str, str], where: str) -> Setup | None:
+    shape, gpu = _shape(values), hardware.accelerator(values["gpu"], where)
     source = values.get("software") or values.get("framework") or _source(values)
     try:
         program, shard = software(source)

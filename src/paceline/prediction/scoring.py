@@ -77,12 +77,12 @@ class Scored:
 
 def score_table(path: Path, anchors: Sequence[Anchor] = (), observations: Sequence[Observation] = ()) -> Scored:
     """Every row of a published or imported table, predicted."""
-    rows = published.read(path)
+    rows = published.read_given(path, "--score")
     found = predict([row.setup for row in rows], anchors, observations)
     return Scored(
         pairs=tuple(
             Pair(
-                name=row.row_id or row.setup.layout,
+                name=row.row_id,
                 predicted_s=one.step_s,
                 low_s=one.low_s,
                 high_s=one.high_s,
@@ -151,8 +151,9 @@ def to_dict(found: Scored) -> dict[str, Any]:
 def lines(found: Scored) -> list[str]:
     """The score in sentences."""
     right, total, regret = found.ordering()
+    count = f"{len(found.pairs)} prediction{'' if len(found.pairs) == 1 else 's'}"
     text = [
-        f"{len(found.pairs)} predictions: error {100 * found.median:.1f} % median, {100 * found.p90:.1f} % at the 90th "
+        f"{count}: error {100 * found.median:.1f} % median, {100 * found.p90:.1f} % at the 90th "
         f"percentile; {100 * found.coverage:.0f} % are inside their 90 % interval."
     ]
     now = sum(not one.stored for one in found.pairs)

@@ -79,14 +79,14 @@ def is_behind_url(record: RunRecord) -> bool:
 
 def is_table(path: Path) -> bool:
     """Whether a CSV has the columns of a table of served models."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         return set(COLUMNS) <= set(next(csv.reader(file), []))
 
 
 def read_table(path: Path) -> list[ServedAnchor]:
     """The rows of a CSV like `benchmarks/data/inference.csv` whose model, GPU and precision are known."""
     found: list[ServedAnchor] = []
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), 2):
             try:
                 found += _of_row(row, f"{path.name}, line {number}: {row['model']}")

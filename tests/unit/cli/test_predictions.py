@@ -10,6 +10,8 @@ import yaml
 
 from paceline import cli
 from paceline.prediction import stored
+from paceline.prediction.predict import Worth
+from paceline.report.tables import predictions as tables
 
 TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "training_throughput.csv"
 
@@ -44,6 +46,12 @@ def test_anchors_of_a_table_are_told_their_worth(capsys: pytest.CaptureFixture[s
     assert "What to measure next" in text
 
 
+def test_a_contradicting_anchor_is_explained() -> None:
+    near, far = Worth(name="near", without=0.2, with_it=0.1), Worth(name="far", without=0.1, with_it=0.2)
+    assert not tables.narrowing([near]).notes
+    assert "makes intervals wider" in tables.narrowing([near, far]).notes[0]
+
+
 def test_all_layouts_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(
         answer(capsys, "predict", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--layout", "all", "--json")
@@ -72,6 +80,12 @@ def test_choose_writes_files_that_can_be_run(capsys: pytest.CaptureFixture[str],
 def test_a_deadline_that_nothing_meets_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["choose", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--tokens", "1T", "--deadline", "1h"]
     assert "No option meets the limits" in answer(capsys, *words, "--out", str(tmp_path))
+
+
+def test_a_budget_is_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["choose", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--tokens", "1B", "--budget", "-5"]
+    assert cli.main(words) == 2
+    assert "--budget: got -5.0, expected USD above 0." in capsys.readouterr().err
 
 
 def test_scaling_and_serving_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +146,8 @@ def test_memory_is_rehearsed_where_the_program_is_ours(
         (["--tokens", "abc"], "--tokens: got 'abc', expected a whole number of tokens"),
         (["--up-to", "4"], "--up-to: got 4, expected more than the 8 of --gpus"),
         (["--serving", "9/9", "--ttft", "-1"], "--ttft: got -1.0, expected seconds above 0"),
+        (["--rehearse", "-1"], "--rehearse: got -1.0, expected seconds from 0"),
+        (["--serving", "99999999/9"], "expected enough for llama-8b. Use more GPUs, or --precision fp8."),
         (["--serving", "9/9", "--endpoint", "gpu=x9"], "--endpoint: got 'x9', expected one of"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from paceline.errors import RequestError
 from paceline.prediction import calibration, parameters, published, scoring
 from paceline.prediction.published import Row
 from paceline.prediction.step_time import columns, step_time
@@ -55,6 +57,39 @@ def test_recomputation_that_is_not_stated_follows_from_memory() -> None:
     small = published.row({**big, "hidden": "4096", "layers": "24", "heads": "32"})
     assert small is not None
     assert small.setup.checkpointing == "none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropped", "expected"),
+    [
+        ({}, ("vocab", "step_time_s"), "without vocab, step_time_s or tokens_per_s_per_gpu, expected the columns of"),
+        ({}, ("micro_batch", "global_batch"), "without micro_batch or global_batch, expected the columns of"),
+        ({"step_time_s": "-3"}, (), "with no usable row, expected in each hidden, layers"),
+        ({"layers": "many"}, (), "with no usable row, expected in each hidden, layers"),
+        ({"step_time_s": "inf"}, (), "with no usable row, expected in each hidden, layers"),
+        ({"gpu": "x100"}, (), "rows.csv, line 2, gpu: got 'x100', expected one of v100"),
+    ],
+)
+def test_a_table_without_a_usable_row_names_what_is_wrong(
+    changes: dict[str, str], dropped: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    row = {name: value for name, value in {**ROW, **changes}.items() if name not in dropped}
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{','.join(row)}\n{','.join(row.values())}\n", encoding="utf-8")
+    with pytest.raises(RequestError, match=re.escape(expected)):
+        published.read_given(path, "--anchor")
+
+
+def test_a_table_of_a_spreadsheet_is_read_and_its_rows_are_named(tmp_path: Path) -> None:
+    """Spreadsheets start a CSV with a byte order mark; a row without an identifier has its line."""
+    row = {name: value for name, value in ROW.items() if name != "row_id"}
+    path = tmp_path / "ours.csv"
+    path.write_text(f"{','.join(row)}\n{','.join(row.values())}\n", encoding="utf-8-sig")
+    (one,) = published.read_given(path, "--anchor")
+    assert (one.row_id, one.step_s) == ("ours.csv, line 2", 1.42)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="expected a CSV file"):
+        published.read_given(path, "--anchor")
 
 
 def test_a_collection_of_several_programs_is_read_by_its_folders() -> None:

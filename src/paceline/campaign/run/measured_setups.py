@@ -58,8 +58,8 @@ def read_known(paths: Sequence[str], endpoint: Endpoint | None = None) -> Known:
             found.served.extend(read_table(path))
             continue
         if path.suffix == ".csv" and path.is_file():
-            rows = published.read(path)
-            found.anchors.extend(Anchor(row.setup, row.step_s, row.row_id or row.source) for row in rows)
+            rows = published.read_given(path, "--anchor")
+            found.anchors.extend(Anchor(row.setup, row.step_s, row.row_id) for row in rows)
             continue
         if not path.is_dir():
             raise RequestError(f"--anchor: got {text!r}, expected a results directory or a CSV file.")

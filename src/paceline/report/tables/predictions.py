@@ -221,7 +221,9 @@ def _scaled(ends: tuple[float, float]) -> tuple[float, float]:
 def narrowing(found: Sequence[Worth]) -> Table:
     rows = tuple((Cell(one.name), Cell(f"{100 * one.without:.1f}"), Cell(f"{100 * one.with_it:.1f}")) for one in found)
     columns = (Column("anchor", prose=True), numeric("half-width without it, %"), numeric("with it, %"))
-    return Table("What each anchor is worth", columns, rows)
+    wider = "An anchor that lies far from its prediction makes intervals wider: the cluster is less known than assumed."
+    notes = (wider,) if any(one.with_it > one.without for one in found) else ()
+    return Table("What each anchor is worth", columns, rows, notes)
 
 
 def served_narrowing(found: Sequence[ServedWorth]) -> Table:
