@@ -86,7 +86,7 @@ def import_for(kind: str) -> None:
 
 
 def run_command(request: Mapping[str, Any], link: socket.socket) -> int:
-    """Run `paceline ARGUMENTS`, or a program. Nodes start ranks with the runner FORKED_RUNNER instead of torchrun. Where
+    """Run `paceline ARGUMENTS`, or a program. Nodes start ranks with the runner FORKED_RUNNER instead of torchrun. If
     FORKED_PROGRAMS is set, torchrun and the warm process of the launcher local are forked from the server."""
     from paceline import cli
     from paceline.launchers import _job
