@@ -67,49 +67,64 @@ def add_verbs(verbs: Any) -> None:
 
 
 def list_kind(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.cost import served as served_cost
-    from paceline.analysis.cost import training
-    from paceline.analysis.machine import ceilings, sweep
-    from paceline.analysis.served import accuracy, measurements
-    from paceline.analysis.training.metrics import METRICS
-    from paceline.experiment import plugins, reading
-    from paceline.experiment.choices import Choice
-    from paceline.host import machine, prices, recommended
-    from paceline.models import arithmetic
-
     kind = arguments.kind
     if kind is None:
         print("\n".join(LISTS))
         return OK
     if kind not in LISTS:
         raise RequestError(f"list: got {kind!r}, expected {', '.join(LISTS)}.{did_you_mean(kind, LISTS)}")
-    if kind == "models":
-        shapes = [arithmetic.load(Choice(name)) for name in arithmetic.names()]
-        rows = {shape.name: f"{arithmetic.parameters(shape):>15,} parameters" for shape in shapes}
-        active = {shape.name: arithmetic.active_parameters(shape) for shape in shapes if shape.experts}
-        rows |= {name: f"{rows[name]}, {count:,} active" for name, count in active.items()}
-    elif kind == "presets":
-        rows = reading.presets()
-    elif kind == "gpus":
-        # The peaks of a GPU, then the settings that its vendor and others recommend.
-        rows = {
-            name: "; ".join(filter(None, (text, str(recommended.of(name) or ""))))
-            for name, text in machine.gpu_summaries().items()
-        }
-    elif kind == "prices":
-        rows = prices.summaries()
-    elif kind == "metrics":
-        known = {metric.name: (metric.unit, metric.better) for metric in METRICS}
-        known |= training.METRICS | sweep.METRICS | measurements.METRICS | accuracy.METRICS | served_cost.METRICS
-        known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
-        rows = {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
-    else:
-        rows = plugins.names(kind) | {short: text for short, (_, text) in plugins.short_names(kind).items()}
+    rows = _listed(kind)
     width = max(len(name) for name in rows)
     screen = console()
     for name, text in rows.items():
         print_hanging(screen, f"{name:<{width}}  {text}", width + 2)
     return OK
+
+
+def _listed(kind: str) -> dict[str, str]:
+    """Names and what they are. Each kind imports what it needs: NumPy, for example, takes longer than the rest."""
+    from paceline.experiment import plugins
+
+    if kind == "models":
+        from paceline.experiment.choices import Choice
+        from paceline.models import arithmetic
+
+        shapes = [arithmetic.load(Choice(name)) for name in arithmetic.names()]
+        rows = {shape.name: f"{arithmetic.parameters(shape):>15,} parameters" for shape in shapes}
+        active = {shape.name: arithmetic.active_parameters(shape) for shape in shapes if shape.experts}
+        return rows | {name: f"{rows[name]}, {count:,} active" for name, count in active.items()}
+    if kind == "presets":
+        from paceline.experiment import reading
+
+        return reading.presets()
+    if kind == "gpus":
+        from paceline.host import machine, recommended
+
+        # The peaks of a GPU, then the settings that its vendor and others recommend.
+        return {
+            name: "; ".join(filter(None, (text, str(recommended.of(name) or ""))))
+            for name, text in machine.gpu_summaries().items()
+        }
+    if kind == "prices":
+        from paceline.host import prices
+
+        return prices.summaries()
+    if kind == "metrics":
+        return _metrics()
+    return plugins.names(kind) | {short: text for short, (_, text) in plugins.short_names(kind).items()}
+
+
+def _metrics() -> dict[str, str]:
+    from paceline.analysis.cost import served as served_cost
+    from paceline.analysis.cost import training
+    from paceline.analysis.machine import ceilings, sweep
+    from paceline.analysis.served import accuracy, measurements
+    from paceline.analysis.training.metrics import METRICS
+
+    known = {metric.name: (metric.unit, metric.better) for metric in METRICS}
+    known |= training.METRICS | sweep.METRICS | measurements.METRICS | accuracy.METRICS | served_cost.METRICS
+    known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
+    return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
 
 
 def doctor(arguments: argparse.Namespace) -> int:
