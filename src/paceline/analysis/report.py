@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ LONGEST_DISTRIBUTION = 500
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What follows from the runs of some works alone: certificates and windows by run id, and cells.
+    """What follows from the runs of some works alone: certificates and windows by run id, cells, and recipes by cell.
 
     Other runs of these works would change it."""
 
@@ -66,6 +67,7 @@ class Judged:
     certificates: Mapping[str, Certificate]
     windows: Mapping[str, Window]
     cells: Sequence[Cell]
+    recipes: Mapping[str, Recipe]
 
 
 def judge(records: Sequence[RunRecord]) -> Judged:
@@ -82,7 +84,10 @@ def judge(records: Sequence[RunRecord]) -> Judged:
         for r in ordered
         if (run := r.spec.run_id) in windows and comparable.status_of(r, certificates.get(run))[0] is Status.OK
     )
-    return Judged(frozenset(r.spec.work for r in records), certificates, windows, metrics.gather(trusted))
+    # The work of other runs is not part of their cell.
+    made = recipes(r for r in ordered if r.spec.is_trained)
+    works = frozenset(r.spec.work for r in records)
+    return Judged(works, certificates, windows, metrics.gather(trusted), {recipe.cell: recipe for recipe in made})
 
 
 def _by_start(record: RunRecord) -> tuple[float, str]:
@@ -176,7 +181,7 @@ def build(
         rules_of_thumb=rules_of_thumb.rules(sound),
         predictions=predicted.beside(predictions, sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
-        recipes=recipes(ordered),
+        recipes=recipes(ordered, {cell: recipe for part in parts for cell, recipe in part.recipes.items()}),
         notes=(
             *_notes(cells, runs, _machines(ordered)),
             *_reused_notes(ordered),
@@ -400,10 +405,14 @@ def _served_notes(records: Sequence[RunRecord], costs: Sequence[object], costing
     return ["--price: no load met its limits on a device that the price applies to, so there is no inference cost"]
 
 
-def recipes(records: Iterable[RunRecord]) -> tuple[Recipe, ...]:
-    """One per cell in the order of its first run; references follow from the cells that need them."""
+def recipes(records: Iterable[RunRecord], known: Mapping[str, Recipe] = MappingProxyType({})) -> tuple[Recipe, ...]:
+    """One per cell in the order of its first run; references follow from the cells that need them. known: by cell,
+    those that were made already."""
     made = []
-    for specs in grouped((r.spec for r in records if not r.is_reference), lambda spec: spec.cell).values():
+    for cell, specs in grouped((r.spec for r in records if not r.is_reference), lambda spec: spec.cell).items():
+        if cell in known:
+            made.append(known[cell])
+            continue
         spec, repeats = specs[0], max(spec.repeat for spec in specs) + 1
         # A unique name: runs of the same name in the same folder are complete, so nothing would run.
         name = f"{spec.run_id.rpartition(f'-r{spec.repeat}-')[0]}-{spec.cell[:8]}"

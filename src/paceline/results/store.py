@@ -355,14 +355,18 @@ _FIELDS = {
 
 def read_spec(run_dir: Path, content: bytes | None = None) -> RunSpec:
     """content: of the file, if it was read already."""
-    if content is not None and (known := _specs.get(content)) is not None:
-        return known
-    raw = _current(read_json(run_dir / "spec.json", content), run_dir)
+    known = None if content is None else _specs.get(content)
+    spec = _spec(run_dir, content) if known is None else known
     with _naming(run_dir, "spec.json"):
-        spec = RunSpec.from_dict(raw)
         # Computed here, an id that cannot be computed is damage, and processes that read for others send it with it.
         _ = spec.run_id, spec.cell, spec.work
-        return spec
+    return spec
+
+
+def _spec(run_dir: Path, content: bytes | None) -> RunSpec:
+    raw = _current(read_json(run_dir / "spec.json", content), run_dir)
+    with _naming(run_dir, "spec.json"):
+        return RunSpec.from_dict(raw)
 
 
 def spec_of(text: str) -> RunSpec:
@@ -579,9 +583,9 @@ def _shares(folders: Sequence[Path], readers: int) -> list[_Share]:
     for folder in folders:
         work = ""
         # What is wrong with a run is said by its reader.
-        with contextlib.suppress(StoreError, OSError):
+        with contextlib.suppress(StoreError, OSError), _naming(folder, "spec.json"):
             content = document_of(folder / "spec.json")
-            work = _specs.setdefault(content, read_spec(folder, content)).work
+            work = _specs.setdefault(content, _spec(folder, content)).work
         by_work.setdefault(work, []).append(folder)
     shares: list[_Share] = []
     for members in sorted(by_work.values(), key=len, reverse=True):
