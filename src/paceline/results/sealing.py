@@ -169,7 +169,7 @@ def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> S
                 intact = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} == entry
             else:
                 with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
-                    intact = entry_of(file, wanted) == entry  # type: ignore[arg-type]
+                    intact = entry_of(file, wanted) == entry
         finally:
             os.close(descriptor)
     except FileNotFoundError:
