@@ -20,14 +20,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from importlib.resources.abc import Traversable
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paceline.errors import RequestError, did_you_mean
 from paceline.experiment.choices import Choice
 from paceline.host import redaction
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 # Kind of plugin -> the package below `paceline` that contains the shipped ones.
 FOLDERS = {
@@ -159,6 +162,9 @@ def _entry_points(kind: str) -> list[metadata.EntryPoint]:
 def _entry_points_on(path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
     """The plugins of each kind in packages on a search path. Cached, and read at once for all kinds: reading the
     metadata of every installed package takes 20 to 100 ms."""
+    # Not at the top: it imports the parser of e-mails.
+    from importlib import metadata
+
     points = metadata.entry_points()
     return {kind: list(points.select(group=f"paceline.{kind}")) for kind in KINDS}
 

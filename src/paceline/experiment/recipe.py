@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from paceline.errors import Scalar, require
 from paceline.experiment import variables
 from paceline.experiment.script import UNKNOWN_MODEL
@@ -108,4 +106,7 @@ def setting(spec: RunSpec, name: str) -> Scalar:
 
 def text(specs: Sequence[RunSpec]) -> str:
     """The YAML text, as a file for `paceline run FILE`."""
+    # Not at the top: few commands write one.
+    import yaml
+
     return yaml.safe_dump(recreate(specs), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
