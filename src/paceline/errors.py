@@ -1,10 +1,10 @@
 """Everything Paceline raises on purpose.
 
     PacelineError
-    ├── RequestError         the user asked for something that cannot be: one sentence, exit code 2
+    ├── RequestError         the request was wrong: one sentence, exit code 2
     ├── StoreError           a run folder that cannot be read: reported and skipped
     │   └── DamagedRunError  ... because it is not what was sealed: the sentence names the file
-    ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
+    ├── UnsupportedError     this strategy or machine cannot do what the spec requests: a record, status "unsupported"
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
     ├── ScriptError          the user's training script failed: a record, status "failed" or "oom"
     ├── CheckpointError      a checkpoint could not be written or read: a record, status "failed"
@@ -25,7 +25,7 @@ class PacelineError(Exception):
 
 
 class RequestError(PacelineError):
-    """The request was wrong: says where, what was given and what is accepted."""
+    """The request was wrong: says where, what was given and what was expected."""
 
 
 DAMAGED = ": damaged: "
@@ -36,7 +36,7 @@ class StoreError(PacelineError):
 
 
 class DamagedRunError(StoreError):
-    """A finished run is not what was sealed, or holds values that cannot be; says which file (`damaged`)."""
+    """A finished run differs from what was sealed, or has impossible values; names the file (see `damaged`)."""
 
 
 def damaged(run_dir: object, what: str) -> DamagedRunError:
@@ -62,15 +62,15 @@ class InvalidRunError(PacelineError):
 
 
 class ScriptError(PacelineError):
-    """The user's script failed; says how, in its own last words."""
+    """The user's script failed; quotes its last line of output."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written or read; says where, and what is left to go on from."""
+    """A checkpoint could not be written or read; says where, and which checkpoint remains."""
 
 
 class LaunchError(PacelineError):
-    """An engine did not take the job, or cannot be asked about it any more; says which command shows why.
+    """An engine rejected the job, or no longer answers; names the command that shows why.
 
     recurs: the engine would refuse the next run for the same reason, such as a full quota or a missing permission.
     """

@@ -1,4 +1,4 @@
-"""What one run shall do, complete enough to repeat it years later.
+"""What one run does, complete enough to repeat it years later.
 
 Frozen dataclasses without behaviour beyond their own invariants. A `RunSpec` is one launch. Its `cell` is shared by all
 repeats of one configuration, its `work` by all runs whose results must agree whatever the strategy.

@@ -85,7 +85,7 @@ def _overlaps(report: Report) -> Table | None:
         (numeric("together, ms"), lambda o: number(o.together_s, ms)),
         (numeric("hidden, %"), lambda o: number(o.hidden_ratio, PERCENT)),
     )
-    notes = ["Hidden is the part of the collective that took no time of its own beside matrix products."]
+    notes = ["Hidden: the part of the collective that added no time beside matrix products."]
     if any(o.compute_s < o.collective_s for o in report.overlaps):
         notes.append("Where the products are shorter than the collective, only that much of it could be hidden.")
     return filled("Collectives beside matrix products", report.overlaps, columns, notes)

@@ -107,7 +107,7 @@ def _requested(loads: Loads) -> Iterator[str]:
     every = [load["output_tokens_per_s"].axes for load in loads.values()]
     for axes in {str(axes): axes for axes in ({n: a.get(n) for n in ("model", REQUESTED)} for a in every)}.values():
         if axes[REQUESTED] is not None:
-            yield f"Warning: the server says that it serves {axes['model']}; requested was {axes[REQUESTED]}."
+            yield f"Warning: the server says that it serves {axes['model']}, not the requested {axes[REQUESTED]}."
 
 
 def _few(loads: Loads) -> Iterator[str]:

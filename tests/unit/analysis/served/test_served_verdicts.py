@@ -81,7 +81,7 @@ def test_a_model_has_the_name_that_its_server_gives_it(listed: str, answered: tu
     assert rate.axes.get("requested_model") == (None if shown == "tiny" else "tiny")
     (table,) = served.tables(report)
     assert table.title == f"Served model: {shown}" + ("" if shown == "tiny" else " (requested: tiny)")
-    warning = f"Warning: the server says that it serves {shown}; requested was tiny."
+    warning = f"Warning: the server says that it serves {shown}, not the requested tiny."
     assert (warning in table.notes) == (shown != "tiny")
     named = f" tokens/s with {shown}" + (", not the requested tiny (" if shown != "tiny" else " (")
     assert named in served.sentence(report)
