@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.cli import command
+from paceline.cli.overview import VERBS
 from paceline.errors import RequestError
 from paceline.experiment import expansion, reading
 
@@ -94,6 +95,12 @@ COMMANDS = dict(commands())
 
 def test_there_are_many_commands() -> None:
     assert len(COMMANDS) >= 150
+
+
+def test_the_index_names_every_verb_and_every_preset() -> None:
+    text = (ROOT / "docs" / "README.md").read_text()
+    assert {verb for verbs in VERBS.values() for verb in verbs if f"`paceline {verb}" not in text} == set()
+    assert {preset for preset in reading.presets() if not re.search(rf"`paceline run {preset}[` ]", text)} == set()
 
 
 def test_every_command_is_accepted() -> None:

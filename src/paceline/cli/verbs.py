@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         if action.type is Path and not arg_string:
             where = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
             self.error(f"{where}: got '', expected a path.")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -157,6 +157,8 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         if first["type"] == "missing":
             raise RequestError(f"{where}: the field {field!r} is missing.") from None
         expected = _EXPECTED.get(first["type"], first["msg"].removeprefix("Input should be "))
+        if first["type"] == "string_type" and isinstance(given, Mapping):
+            expected = "a name, such as 'zero:stage=2', or a mapping with name and options"
         if first["type"] == "model_type":
             expected = f"a mapping with {', '.join(_known_fields(model, (*first['loc'], '')))}"
         raise RequestError(f"{where}: {field}: got {shown(given)}, expected {expected}.") from None

@@ -62,6 +62,10 @@ WRONG = {
     "a tab in a file": (["run", "tab.yaml"], "tab.yaml, line 2, column 1: not valid YAML: found character"),
     "a file of bytes": (["run", "binary.yaml"], "cannot be read (it is not UTF-8 text), expected a YAML file"),
     "a mapping that is a number": (["run", "mine.yaml", "--set", "warmup=3"], "expected a mapping with minimum, max"),
+    "options without a name": (
+        ["run", "mine.yaml", "--set", "strategy={stage: 1}"],
+        "or a mapping with name and options",
+    ),
     "no script": (["measure", "--", "absent.py"], "measure: got 'absent.py', expected a script that exists"),
     "no program": (["measure", "--", "absent", "x"], "measure: got 'absent', expected a program on the PATH"),
     "no model to predict": (["predict"], "--model: got nothing, expected a name from `paceline list models`"),
