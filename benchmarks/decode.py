@@ -199,7 +199,7 @@ def rows_of(bench: Bench, ceilings: dict[str, float]) -> list[dict[str, Any]]:
     for name, call in plan_of(bench, ceilings):
         row = measured(name, call, deadline)
         found.append(row)
-        print(told(row), flush=True)
+        print(line_of(row), flush=True)
     return found
 
 
@@ -215,7 +215,7 @@ def plan_of(bench: Bench, ceilings: dict[str, float]) -> Iterator[tuple[str, Cal
                 yield f"decode {variant} {batch}", partial(bench.decode, ceilings, variant, batch)
 
 
-def told(row: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['row']:24} {row['error']}"
     if "of_matmul_ratio" in row:

@@ -44,7 +44,7 @@ PEER_S = 900.0
 MOST_DISTANCE = 1.63
 TRAPS = (
     "Every tool's TTFT here starts when it sent the request; Paceline's results start when the request was due."
-    " guidellm tells a latency from its schedule too (`request_scheduled_latency`), but no TTFT from it.",
+    " guidellm also reports a latency from its schedule (`request_scheduled_latency`), but no such TTFT.",
     "guidellm: `time_per_output_token` is (last token - send) / tokens, so it has the TTFT in it; its"
     " `inter_token_latency` is what others call TPOT, and is shown.",
     "vllm bench serve: the gaps of a Poisson load are rescaled so that the last request falls on requests / rate: its"
@@ -89,8 +89,8 @@ def hold(asked: argparse.Namespace) -> dict[str, Any]:
     events = sum(each.pieces for each in rung.answered)
     print(rung.text)
     print(
-        f"gaps of the requests as sent: {distance:.2f} from the exponential law (below {MOST_DISTANCE} it cannot be "
-        f"told from it), client {sum(s.cpu_s for s in rung.shards) / max(events, 1) * 1e6:.1f} us of a core per event"
+        f"gaps of the requests as sent: {distance:.2f} from the exponential law (below {MOST_DISTANCE} they cannot be "
+        f"distinguished), client {sum(s.cpu_s for s in rung.shards) / max(events, 1) * 1e6:.1f} us of a core per event"
     )
     return {
         "streams": rung.streams,
@@ -154,12 +154,12 @@ def guidellm(program: str, tokenizer: Path, rate: float, count: int, port: int) 
         arguments += ["--data", f"kind=json_file,path={_prompts(Path(kept, 'prompts.jsonl'), count)}"]
         arguments += ["--output", f"kind=json,path={out}", "--disable-console"]
         cpu_s = _run([program, *arguments])
-        told = json.loads(out.read_text())["benchmarks"][0]["metrics"]
-    ttft, each = (told[name]["successful"] for name in ("time_to_first_token_ms", "inter_token_latency_ms"))
+        metrics = json.loads(out.read_text())["benchmarks"][0]["metrics"]
+    ttft, each = (metrics[name]["successful"] for name in ("time_to_first_token_ms", "inter_token_latency_ms"))
     return Reading(
         tool="guidellm",
         rate_per_s=rate,
-        answered=int(told["request_totals"]["successful"]),
+        answered=int(metrics["request_totals"]["successful"]),
         ttft_p50_ms=ttft["percentiles"]["p50"],
         ttft_p99_ms=ttft["percentiles"]["p99"],
         tpot_p50_ms=each["percentiles"]["p50"],
@@ -191,10 +191,10 @@ def vllm(program: str, tokenizer: Path, rate: float, count: int, port: int) -> R
         arguments += ["--num-prompts", str(count), "--request-rate", str(rate), "--metric-percentiles", "50,99"]
         arguments += ["--result-dir", kept, "--result-filename", "result.json"]
         cpu_s = _run([program, *arguments])
-        told = json.loads(Path(kept, "result.json").read_text())
+        result = json.loads(Path(kept, "result.json").read_text())
     names = [f"{metric}_p{p}_ms" for metric in ("ttft", "tpot") for p in (50, 99)]
-    values = {name: told["_".join((name.split("_")[1], name.split("_")[0], "ms"))] for name in names}
-    return Reading(tool="vllm bench", rate_per_s=rate, answered=told["completed"], **values, cpu_s=cpu_s)
+    values = {name: result["_".join((name.split("_")[1], name.split("_")[0], "ms"))] for name in names}
+    return Reading(tool="vllm bench", rate_per_s=rate, answered=result["completed"], **values, cpu_s=cpu_s)
 
 
 def _run(command: Sequence[str]) -> float:

@@ -72,7 +72,7 @@ def paceline_launch(asked: argparse.Namespace) -> dict[str, Any]:
     if not record.steps:
         return {"error": record.error}
     peak = max((m.allocated_bytes or 0 for m in record.memory if m.moment == "steps"), default=0)
-    return told([s.duration_s for s in record.steps], [s.loss for s in record.steps], peak, asked)
+    return summary([s.duration_s for s in record.steps], [s.loss for s in record.steps], peak, asked)
 
 
 def plain_launch(asked: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def plain_launch(asked: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         losses.append(float(loss.detach()))
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return told(seconds, losses, peak, asked)
+    return summary(seconds, losses, peak, asked)
 
 
 def restore_layers(model: Any) -> None:
@@ -134,7 +134,7 @@ def synchronise(device: str) -> None:
             torch.cuda.synchronize()
 
 
-def told(seconds: list[float], losses: list[float], peak: int, asked: argparse.Namespace) -> dict[str, Any]:
+def summary(seconds: list[float], losses: list[float], peak: int, asked: argparse.Namespace) -> dict[str, Any]:
     timed = seconds[WARM_STEPS:]
     rate = asked.micro_batch * len(timed) / sum(timed)
     found = {"samples_per_s": rate, "tokens_per_s": rate * asked.sequence_length, "peak_memory_bytes": peak}
