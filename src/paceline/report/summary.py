@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.analysis.findings import EQUAL, SHARED_GPU, WORSE, Recommendation, Report
-from paceline.analysis.findings.cell_axes import axis_text
+from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.compare import FASTER, SLOWER
 from paceline.report import answer as sentences
 from paceline.report.charts import Chart
@@ -23,7 +23,7 @@ from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import number
 from paceline.report.tables.table import certified_sentence, first_sentence
 from paceline.report.text import trust
-from paceline.report.text.cells import THROUGHPUT, turned
+from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned
 from paceline.report.tiles import MEMORY, Tile, best_load, tiles
 from paceline.wording import direction, format_own, format_parts, listed, places, scale_of, short_percent
 
@@ -92,6 +92,7 @@ def headline(report: Report) -> str:
         _served(report),
         finetuning.sentence(report),
         *_machine(report),
+        _only_cell(report),
         sentences.answer(report)[0],
     ]
     return next(brief(text) for text in candidates if text)
@@ -176,6 +177,17 @@ def _served(report: Report) -> str:
         value = first.value * (1e3 if first.value < 1 else 1)
         wait = f", first token after {format_own(value, places(value, None, None))} {'ms' if first.value < 1 else 's'}"
     return f"{m.axes.get('model')} serves {rate} tokens/s{' at most' if len(loads) > 1 else ''}{wait}"
+
+
+def _only_cell(report: Report) -> str:
+    """The speed of the one cell of a report that has nothing to compare it with; empty if there are more."""
+    ranked = ranked_cells(report)
+    is_only = len({run.cell for run in report.runs if not run.is_reference}) == 1 == len(ranked)
+    if not is_only or any(SHARED_GPU in run.health for run in report.runs):
+        return ""
+    ((cell, metrics),) = ranked.items()
+    rate = format_parts(metrics[THROUGHPUT].value, None, None)[0]
+    return f"{describe(axes_of(report, cell) or {})}: {rate} tokens/s; one cell, nothing to compare it with"
 
 
 def _machine(report: Report) -> list[str]:

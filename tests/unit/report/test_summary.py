@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from paceline.analysis.findings import LaunchTrust, Report
+from paceline.analysis.findings import SHARED_GPU, LaunchTrust, Report
 from paceline.report import answer as sentences
 from paceline.report.charts import charts
 from paceline.report.charts.chart import CURVE, MARK, Point, Series
@@ -36,6 +36,19 @@ def test_a_report_without_runs_has_a_headline_and_nothing_else(empty_report: Rep
     found = summarise(empty_report, charts(empty_report))
     assert found.headline.startswith("No recommendation")
     assert (found.tiles, found.chart) == ((), None)
+
+
+def test_one_cell_is_named_with_its_speed(report: Report) -> None:
+    """Nothing can be recommended, but a newcomer who ran one strategy asked how fast it is."""
+    kept = next(run for run in report.runs if run.axes.get("world_size") == 1 and not run.is_reference)
+    runs = tuple(run for run in report.runs if run.cell == kept.cell)
+    measured = tuple(m for m in report.measurements if m.cell == kept.cell)
+    alone = dataclasses.replace(
+        report, runs=runs, measurements=measured, recommendations=(), comparisons=(), scaling=()
+    )
+    assert headline(alone).endswith("1 process: 6,780 tokens/s; one cell, nothing to compare it with")
+    shared = tuple(dataclasses.replace(run, health=(*run.health, SHARED_GPU)) for run in runs)
+    assert "tokens/s" not in headline(dataclasses.replace(alone, runs=shared)), "not a speed"
 
 
 def test_the_tiles_are_about_the_leader_with_its_intervals(report: Report) -> None:
