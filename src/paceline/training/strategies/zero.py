@@ -202,6 +202,8 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     chosen = parse_options(Options, spec.strategy)
     if chosen.qwz or chosen.qgz:
         require_quantisation(deepspeed, seat, chosen)
+    if chosen.offload not in ("", "cpu"):
+        require_disk(deepspeed)
     # DeepSpeed would cast by itself, but with both copies on the device at once.
     subject = whole_subject(spec, seat, spec.training.precision.base)
     # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
@@ -255,6 +257,15 @@ def require_quantisation(deepspeed: Any, seat: Seat, chosen: Options) -> None:
         raise UnsupportedError(
             f"DeepSpeed cannot compile its kernels that quantise ({reason}); they need nvcc"
         ) from None
+
+
+def require_disk(deepspeed: Any) -> None:
+    """UnsupportedError without libaio, with which DeepSpeed compiles its access to disks: it would fail or wait for
+    minutes."""
+    if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
+        raise UnsupportedError(
+            "zero.offload: DeepSpeed keeps state on a disk with libaio and its headers; try: apt-get install libaio-dev"
+        )
 
 
 @contextlib.contextmanager

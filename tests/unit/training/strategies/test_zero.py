@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -147,6 +148,15 @@ def test_gradients_are_quantised_between_nodes_only(
         zero.require_quantisation(package, seat, zero.Options(stage=3, qgz=True))
     with pytest.raises(UnsupportedError, match="need CUDA"):
         zero.require_quantisation(package, replace(seat, device="cpu"), zero.Options(stage=3, qwz=True))
+
+
+@pytest.mark.parametrize("has_libaio", [True, False])
+def test_state_on_a_disk_needs_libaio(has_libaio: bool) -> None:
+    builder = SimpleNamespace(is_compatible=lambda verbose: has_libaio)
+    package = SimpleNamespace(ops=SimpleNamespace(op_builder=SimpleNamespace(AsyncIOBuilder=lambda: builder)))
+    expected = contextlib.nullcontext() if has_libaio else pytest.raises(UnsupportedError, match="libaio-dev")
+    with expected:
+        zero.require_disk(package)
 
 
 def test_a_hierarchical_partition_is_of_stage_3_and_divides_the_ranks(make_spec: Callable[..., RunSpec]) -> None:
