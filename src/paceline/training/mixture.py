@@ -212,9 +212,10 @@ def on_host(counts: Tensor, total: int) -> list[int]:
 def prepare_compiler(module: nn.Module) -> None:
     """Let a compiled module with mixtures run as plain code what depends on the number of tokens of each expert, which
     changes with every batch, and what is observed. Everything else of a mixture has fixed shapes and is compiled."""
+    disable: Any = torch.compiler.disable
     for mixture in mixtures_of(module):
         for name in ("compute", "observe", *(("sum_parts",) if mixture.parts > 1 else ())):
-            setattr(mixture, name, torch.compiler.disable(getattr(mixture, name)))
+            setattr(mixture, name, disable(getattr(mixture, name)))
 
 
 def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
