@@ -22,6 +22,8 @@ matrix:
   - {strategy: [ddp, fsdp2, "zero:stage=1", "zero:stage=2", "zero:stage=3"], processes: [1]}
   - {strategy: [ddp, fsdp2, "zero:stage=1", "zero:stage=2", "zero:stage=3"], processes: [2],
      launcher: ["local:shared_gpu=true"]}
+  - {strategy: ["mesh:tp=2", "mesh:cp=2", "mesh:pp=2", "mesh:shard=2"], processes: [2],
+     launcher: ["local:shared_gpu=true"]}
 """
 
 
@@ -48,6 +50,19 @@ def test_two_ranks_talk_through_nccl(strategy: str, records: dict[tuple[str, int
     record = records[strategy, 2]
     assert sum(w.payload_bytes for w in record.wire if w.group_size == 2) > 0
     assert all(trace.communication_s > 0 for trace in record.traces)
+
+
+@pytest.mark.parametrize("dimension", ["tp", "cp", "pp", "shard"])
+def test_communication_of_a_layout_belongs_to_its_dimension(
+    dimension: str, records: dict[tuple[str, int], RunRecord]
+) -> None:
+    """Messages of a ring and of a pipeline are launched together, outside of all operators."""
+    record = records[f"mesh:{dimension}=2", 2]
+    assert (record.status, record.error) == (Status.OK, None)
+    found = {sample.rank: sample for sample in record.exposures if sample.dimension == dimension}
+    assert sorted(found) == [0, 1]
+    assert all(0 <= sample.exposed_s <= sample.communication_s + 1e-9 for sample in found.values())
+    assert all(sample.communication_s > 0 for sample in found.values())
 
 
 def test_device_is_observed(records: dict[tuple[str, int], RunRecord]) -> None:
