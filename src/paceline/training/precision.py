@@ -58,6 +58,7 @@ def convert(blocks: nn.Module, precision: Precision, device: str, *, float8_all_
     config = float8.Float8LinearConfig.from_recipe_name(name)
     if float8_all_gather:
         config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        _round_before_gathering()
     float8.convert_to_float8_training(blocks, config=config)
     kind = _float8_layer()
     for layer in [layer for layer in blocks.modules() if isinstance(layer, kind.__base__)]:
@@ -143,9 +144,38 @@ class MXLinear(Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
+@functools.cache
+def _round_before_gathering() -> None:
+    """Let torchao round sharded fp32 weights to bf16 before 8 bit, as every other layer does (see `rounded_weight`)."""
+    kind: Any = torchao("torchao.float8.fsdp_utils", "float8").WeightWithDynamicFloat8CastTensor
+    gather = kind.fsdp_pre_all_gather
+
+    @functools.wraps(gather)
+    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = self._tensor
+        self._tensor = whole.to(torch.bfloat16)
+        try:
+            return gather(self, *args, **kwargs)
+        finally:
+            self._tensor = whole
+
+    kind.fsdp_pre_all_gather = rounded
+
+
 def rescale(module: nn.Module) -> None:
-    """After an optimizer step, the scales of all weights that are gathered in float8, with one collective for all."""
+    """After an optimizer step, the scales of all weights that are gathered in float8, with one collective for all.
+
+    They are those of the weights rounded to bf16, whose largest value is the largest value rounded.
+    """
     torchao("torchao.float8", "float8").precompute_float8_dynamic_scale_for_fsdp(module)
+    parts: Iterator[Any] = (getattr(parameter, "_local_tensor", None) for parameter in module.parameters())
+    held = [part for part in parts if getattr(part, "_precomputed_scale", None) is not None]
+    if not held:
+        return
+    largest = torch.finfo(held[0]._dtype).max / torch.stack([part._precomputed_scale for part in held]).double()
+    scale = torchao("torchao.float8.float8_utils", "float8").amax_to_scale
+    for part, value in zip(held, scale(largest.to(torch.bfloat16), held[0]._dtype).unbind(), strict=True):
+        part._precomputed_scale = value
 
 
 def compute_name(module: nn.Module, base: str) -> str:

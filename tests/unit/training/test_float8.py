@@ -138,3 +138,20 @@ def test_compiled_code_rounds_weights_to_bf16_before_8_bit(backend: str) -> None
     assert torch.equal(compiled(weight), (weight.to(torch.bfloat16).float() * 3777.7).to(torch.float8_e4m3fn).float())
     torch.compile(precision.rounded_weight, backend=backend)(weight, torch.bfloat16).sum().backward()
     assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_gathered_weights_are_rounded_to_bf16_before_8_bit() -> None:
+    """torchao would round the fp32 shards to 8 bit directly, with a scale of their own."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    layers: Any = torch.nn.Sequential(Linear(32, 16, bias=False))
+    whole = torch.randn(16, 32) * 0.02 + 3e-5
+    layers[0].weight.data.copy_(whole)
+    precision.convert(layers, Precision(compute="float8"), "cpu", float8_all_gather=True)
+    shard = layers[0].weight
+    shard._precomputed_scale = torch.tensor(3777.7)
+    (gathered,), _ = shard.fsdp_pre_all_gather(None)
+    expected = (whole.to(torch.bfloat16).float() * 3777.7).to(torch.float8_e4m3fn)
+    assert torch.equal(gathered.float(), expected.float())
+    assert not torch.equal(gathered.float(), (whole * 3777.7).to(torch.float8_e4m3fn).float()), "a test that tells"
+    assert torch.equal(shard._tensor, whole), "the optimizer keeps fp32"
