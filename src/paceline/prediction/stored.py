@@ -69,6 +69,8 @@ def to_dict(one: Prediction, tokens: float | None = None, usd_per_gpu_hour: floa
         seconds = one.seconds_for(tokens)
         scaled = [seconds * t / one.step_s for t in (one.step_s, low, high)]
         found |= {"tokens": tokens, "days": interval(*(t / 86400 for t in scaled))}
+        if (joules := one.joules_per_token) is not None:
+            found["joules"] = interval(*(joules * tokens * t / one.step_s for t in (one.step_s, low, high)))
         if usd_per_gpu_hour is not None:
             found["usd"] = interval(*(t / 3600 * s.gpus * usd_per_gpu_hour for t in scaled))
     return found

@@ -27,10 +27,12 @@ def test_predict_gives_every_quantity_with_its_interval(capsys: pytest.CaptureFi
     question = ["--model", "llama-70b", "--gpu", "h100", "--gpus", "256", "--layout", "dp=32,tp=8", "--seq", "8192"]
     words = ["predict", *question, "--global-batch", "1024", "--tokens", "2B", "--price", "2", "--json"]
     found = json.loads(answer(capsys, *words, "--save", "--out", str(tmp_path)))
-    for name in ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu_ratio", "joules_per_token", "days", "usd"):
+    per_step = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu_ratio", "joules_per_token")
+    for name in (*per_step, "days", "usd", "joules"):
         assert 0 < found[name]["low"] < found[name]["value"] < found[name]["high"], name
     assert sum(found["parts_s"].values()) == pytest.approx(found["step_time_s"]["value"])
     assert found["tokens_per_s"]["value"] * found["step_time_s"]["value"] == pytest.approx(1024 * 8192)
+    assert found["joules"]["high"] == pytest.approx(found["joules_per_token"]["high"] * 2e9)
     assert found["usd"]["value"] == pytest.approx(found["days"]["value"] * 24 * 256 * 2)
     assert [row["key"] for row in stored.read(tmp_path)] == [found["key"]]
 

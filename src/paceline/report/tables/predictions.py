@@ -15,7 +15,7 @@ from paceline.report.tables.predicted import amount, between, number
 from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING
 
-_GIB = 2.0**30
+_GIB, _JOULES_PER_KWH = 2.0**30, 3.6e6
 MOST_ANCHORS = 8
 # Smaller components and parts of a step are not listed: they would be shown as 0.0.
 _LEAST_BYTES, _LEAST_SHARE = 0.05 * _GIB, 0.0005
@@ -55,6 +55,9 @@ def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
         if usd is not None:
             price = [24 * day * s.gpus * usd for day in days]
             quantities.append((f"cost for {amount(tokens)} tokens", (price[0], price[1], price[2]), "USD"))
+        if joules:
+            energy = [joules * tokens * t / one.step_s / _JOULES_PER_KWH for t in (one.step_s, low, high)]
+            quantities.append((f"energy for {amount(tokens)} tokens", (energy[0], energy[1], energy[2]), "kWh"))
     rows = tuple(
         (Cell(name), Cell(number(v)), Cell(f"{number(a)} to {number(b)}"), Cell(unit))
         for name, (v, a, b), unit in quantities
