@@ -77,11 +77,19 @@ def records() -> list[RunRecord]:
 
 
 def cases(found: Sequence[RunRecord]) -> list[Case]:
+    """The configurations; runs that differ in their seed only are launches of one."""
     groups: dict[str, list[RunRecord]] = {}
     for record in found:
         if runs.measured(record) is not None:
-            groups.setdefault(record.spec.cell, []).append(record)
-    return [Case(group[0].spec, runs.anchors(group)[0], len(group)) for group in groups.values()]
+            s = record.spec
+            same = (s.workload, s.strategy, s.model, s.topology, s.training, s.tuning)
+            groups.setdefault(repr(same), []).append(record)
+    return [Case(group[0].spec, averaged(runs.anchors(group)), len(group)) for group in groups.values()]
+
+
+def averaged(anchors: Sequence[Anchor]) -> Anchor:
+    step_s = float(np.exp(np.mean([np.log(one.step_s) for one in anchors])))
+    return dataclasses.replace(anchors[0], step_s=step_s)
 
 
 def page(found: Sequence[Case]) -> str:
