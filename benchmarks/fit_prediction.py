@@ -2,7 +2,7 @@
 
     python benchmarks/fit_prediction.py [--table benchmarks/data/training_throughput.csv] [--check]
 
-Writes src/paceline/prediction/parameters.toml and the generated part of docs/prediction.md, in about two minutes.
+Writes src/paceline/prediction/parameters.toml and the generated part of docs/prediction.md, in about three minutes.
 `--check` writes nothing and prints the calibration. The rows are third-party measurements; none was made by Paceline,
 and no run of docs/measured takes part in the fit.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.prediction import calibration, parameters, published
 from paceline.prediction.calibration import ANCHORS, Choice, Score, source_of
-from paceline.prediction.parameters import Fitted
+from paceline.prediction.parameters import Fitted, Shared
 from paceline.prediction.published import Row
 
 TUNED_SOURCES = ("qwen-finetune", "seed-qlora")
@@ -41,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_source = calibration.folds(rows, source_of, fitted.offset_sd)
     trained = {name: one for name, one in by_source.items() if name not in TUNED_SOURCES}
     tuned = {name: one for name, one in by_source.items() if name in TUNED_SOURCES}
+    shared, trained = with_shared(rows, trained)
+    fitted = replace(fitted, shared=shared)
+    tuned = {name: replace(one, shared=shared) for name, one in tuned.items()}
     scale = scales(rows, trained)
+    # Scores are kept by their factor, which is 1 here for both groups.
+    _SCORED.clear()
     own = round(calibration.conformal(scored(rows, tuned, 0)) / scale[0], 3)
     _SCORED.clear()
     trained, tuned = ({k: replace(one, scale=scale, tuned_scale=own) for k, one in d.items()} for d in (trained, tuned))
@@ -64,12 +69,30 @@ def provenance(table: Path, rows: Sequence[Row]) -> dict[str, object]:
     counts = collections.Counter(one.source for one in rows)
     return {
         "script": "benchmarks/fit_prediction.py",
-        "version": "3",
+        "version": "4",
         "table": table.name,
         "table_sha256": hashlib.sha256(table.read_bytes()).hexdigest(),
         "rows": len(rows),
         "sources": [f"{name}: {count}" for name, count in counts.items()],
     }
+
+
+def with_shared(rows: Sequence[Row], fits: dict[str, Fitted]) -> tuple[Shared, dict[str, Fitted]]:
+    """What similar setups share, from all sources, and each fold with what the other sources show."""
+    known: dict[tuple[str, tuple[int, ...]], float] = {}
+    left = {
+        name: calibration.left_out(fitted, [row for row in rows if source_of(row) == name])
+        for name, fitted in fits.items()
+    }
+    everything = [one for group in left.values() for one in group]
+    folds = {
+        name: replace(
+            fitted,
+            shared=calibration.fit_shared([one for one in everything if not one.name.startswith(f"{name} ")], known),
+        )
+        for name, fitted in fits.items()
+    }
+    return calibration.fit_shared(everything, known), folds
 
 
 def scales(rows: Sequence[Row], fits: dict[str, Fitted]) -> dict[int, float]:
@@ -106,14 +129,20 @@ def tuned_text(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
 
 def page(rows: Sequence[Row], fitted: Fitted, by_source: dict[str, Fitted]) -> str:
     """The calibration tables in Markdown."""
+    large = {
+        (count, advised): small_to_large(rows, by_source, count, advised=advised)
+        for count in ANCHORS
+        for advised in ((False, True) if count else (False,))
+    }
     blocks = [
         f"{len(rows)} rows of {len({source_of(one) for one in rows})} sources.",
         "### Leave one source out\n\n" + source_table(rows, by_source),
         "### Leave one GPU out\n\n" + group_table(rows, lambda one: one.setup.gpu.name, fitted, "GPU"),
         "### Leave the largest scale out\n\n" + largest_table(rows, fitted),
-        "### From small to large\n\n" + scaling_table(rows, by_source),
+        "### From small to large\n\n" + scaling_table(rows, by_source, large),
+        "From four rows, by source:\n\n" + large_table(large[4, False], large[4, True]),
         "### The choice of a layout, with no anchor\n\n" + choice_table(rows, by_source),
-        "### Against the target\n\n" + target_table(rows, by_source),
+        "### Against the target\n\n" + target_table(rows, by_source, large[4, False], large[4, True]),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -140,7 +169,7 @@ def group_table(rows: Sequence[Row], key, fitted: Fitted, word: str) -> str:  # 
     body = []
     for name, one in fits.items():
         left = [row for row in rows if key(row) == name]
-        scaled = replace(one, scale=fitted.scale)
+        scaled = replace(one, scale=fitted.scale, shared=fitted.shared)
         body.append([name, str(len(left)), *cells(calibration.score(name, scaled, left, 0))])
     return markdown([word, "rows", "error median / p90, %", "coverage, %", "half-width, %"], body)
 
@@ -150,7 +179,7 @@ def largest_table(rows: Sequence[Row], fitted: Fitted) -> str:
     rest = [one for one in rows if key(one) == "rest"]
     left = [one for one in rows if key(one) == "largest"]
     trained, estimate = calibration.fit(rest, fitted.offset_sd)
-    trained = replace(trained, scale=fitted.scale)
+    trained = replace(trained, scale=fitted.scale, shared=fitted.shared)
     body = []
     for name in dict.fromkeys(one.source for one in left):
         mine = [one for one in left if one.source == name]
@@ -168,20 +197,40 @@ def anchored(fitted: Fitted, smaller: Sequence[Row], larger: Sequence[Row]) -> s
     return percents(one) if one else ""
 
 
-def scaling_table(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
+def scaling_table(rows: Sequence[Row], fits: dict[str, Fitted], large: dict[tuple[int, bool], list[Score]]) -> str:
     body = []
     for count in ANCHORS:
-        found = []
-        for name, fitted in fits.items():
-            one = calibration.small_to_large(name, fitted, [row for row in rows if source_of(row) == name], count)
-            found += [one] if one else []
+        found = large[count, False]
+        many = "row" if count == 1 else "rows"
+        what = f"128 GPUs or more from {count} {many} at 64 or fewer"
         body.append(
-            [f"128 GPUs or more from {count} rows at 64 or fewer", str(sum(one.rows for one in found)), *pooled(found)]
+            [what + (", drawn at random" if count else ""), str(sum(one.rows for one in found)), *pooled(found)]
         )
+        if count:
+            found = large[count, True]
+            body.append([what + ", as advised", str(sum(one.rows for one in found)), *pooled(found)])
     series = calibration.series_score(fits, rows)
     if series is not None:
         body.append(["every larger scale of a series from its smallest (1 anchor)", str(series.rows), *cells(series)])
     return markdown(["what", "rows", "error median / p90, %", "coverage, %", "half-width, %"], body)
+
+
+def small_to_large(rows: Sequence[Row], fits: dict[str, Fitted], count: int, *, advised: bool = False) -> list[Score]:
+    found = []
+    for name, fitted in fits.items():
+        mine = [row for row in rows if source_of(row) == name]
+        one = calibration.small_to_large(name, fitted, mine, count, advised=advised)
+        found += [one] if one else []
+    return found
+
+
+def large_table(drawn: Sequence[Score], chosen: Sequence[Score]) -> str:
+    """By source: 128 GPUs or more from four smaller rows, drawn at random or as advised."""
+    body = [[one.name, str(one.rows), *cells(one), *cells(other)] for one, other in zip(drawn, chosen, strict=True)]
+    head = ["source", "rows"]
+    for how in ("at random", "as advised"):
+        head += [f"{how}: error median / p90, %", "coverage, %", "half-width, %"]
+    return markdown(head, body)
 
 
 def choices(rows: Sequence[Row], fits: dict[str, Fitted]) -> list[Choice]:
@@ -216,7 +265,7 @@ def choice_table(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
     return markdown(head, body)
 
 
-def target_table(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
+def target_table(rows: Sequence[Row], fits: dict[str, Fitted], drawn: Sequence[Score], chosen: Sequence[Score]) -> str:
     """The accuracy that was asked for, and what these rows show."""
     zero = {one.name: one for one in scored(rows, fits, 0)}
     four = scored(rows, fits, 4)
@@ -224,10 +273,6 @@ def target_table(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
     unseen = [zero[name] for name in ("internevo", "torchtitan") if name in zero]
     rest = [one for name, one in zero.items() if one not in megatron + unseen]
     series = calibration.series_score(fits, rows)
-    large = []
-    for name, fitted in fits.items():
-        one = calibration.small_to_large(name, fitted, [row for row in rows if source_of(row) == name], 4)
-        large += [one] if one else []
     picks = choices(rows, fits)
     everyone = list(zero.values())
     worst = [one.name for one in picks if one.regret > one.random]
@@ -244,7 +289,8 @@ def target_table(rows: Sequence[Row], fits: dict[str, Fitted]) -> str:
         ("zero-shot, all other sources", rest, 15, 35),
         ("1 small anchor of the same series", [series] if series else [], 10, 35),
         ("4 anchors of the same source", four, 5, 18),
-        ("4 anchors at 8 to 64 GPUs, predicted at 128 or more", large, 3, 15),
+        ("4 anchors at 8 to 64 GPUs drawn at random, predicted at 128 or more", drawn, 3, 15),
+        ("4 anchors at 8 to 64 GPUs as advised, predicted at 128 or more", chosen, 3, 15),
     ):
         one = merged(scores)
         body.append([what, f"{median} / {p90}", percents(one) if one else "", met(one, median / 100, p90 / 100)])

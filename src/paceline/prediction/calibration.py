@@ -6,6 +6,8 @@ predicts what was left out from no anchor, one, or four rows of the source that 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.prediction import fitting, parameters
-from paceline.prediction.offsets import MEASURED, NORMAL_90, predict_columns, subset
-from paceline.prediction.parameters import Fitted
+from paceline.prediction.offsets import (
+    MEASURED,
+    NORMAL_90,
+    PRIOR_ANCHORS,
+    expected_covariance,
+    predict_columns,
+    shared_error,
+    subset,
+)
+from paceline.prediction.parameters import Fitted, Shared
 from paceline.prediction.published import Row
-from paceline.prediction.step_time import Array, columns
+from paceline.prediction.step_time import Array, Columns, columns, step_time
 
 Indices = NDArray[np.signedinteger[Any]]
 
@@ -137,6 +147,87 @@ def folds(rows: Sequence[Row], key: Callable[[Row], str], offset_sd: Mapping[str
     return {name: fit([one for one in rows if key(one) != name], offset_sd)[0] for name in names}
 
 
+# --- what similar setups share ---
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Rows of one cluster that the fit did not see.
+
+    expected: covariance of their residuals from offsets and parameters. weight: of each row, so that no source counts
+    as more than its share.
+    """
+
+    name: str
+    columns: Columns
+    residuals: Array
+    expected: Array
+    weight: float
+
+
+def left_out(fitted: Fitted, rows: Sequence[Row]) -> list[LeftOut]:
+    """The rows of a source that this fit left out, by cluster."""
+    found = []
+    for cluster in clusters(rows):
+        one = cluster[0]
+        c = columns([row.setup for row in cluster])
+        weight = min(MOST_ROWS.get(one.source, fitting.MOST_ROWS) / len(rows), 1.0)
+        residuals = np.log([row.step_s for row in cluster]) - np.log(step_time(c, fitted.values))
+        name = f"{source_of(one)} {one.setup.gpu.name} {one.setup.software.name}"
+        found.append(LeftOut(name, c, residuals, expected_covariance(fitted, c), weight))
+    return found
+
+
+def log_likelihood(one: LeftOut, shared: Shared) -> float:
+    """Logarithm of the density of the residuals: a multivariate Student-t, as `offsets.surprise` assumes, weighted."""
+    count = len(one.residuals)
+    covariance = one.expected + shared_error(shared, one.columns, one.columns) + MEASURED**2 * np.eye(count)
+    root = np.linalg.cholesky(covariance)
+    distance = float(np.sum(np.linalg.solve(root, one.residuals) ** 2))
+    half = (PRIOR_ANCHORS + count) / 2
+    constant = math.lgamma(half) - math.lgamma(PRIOR_ANCHORS / 2) - count / 2 * math.log(PRIOR_ANCHORS * math.pi)
+    logarithm = constant - float(np.sum(np.log(np.diag(root)))) - half * math.log1p(distance / PRIOR_ANCHORS)
+    return one.weight * logarithm
+
+
+# Steps of the search, as a factor, and how far a value may be from its start (sd of the logarithm).
+_STEP, _SHARED_SD = 2**0.25, 1.0
+
+
+def fit_shared(rows: Sequence[LeftOut], known: dict[tuple[str, tuple[int, ...]], float] | None = None) -> Shared:
+    """What explains best the residuals of sources that were left out, by a search on a grid.
+
+    known: likelihoods that were computed before, which folds share.
+    """
+    found = {} if known is None else known
+    start = Shared()
+
+    def at(powers: tuple[int, ...]) -> Shared:
+        setup, kind, gpus = (_STEP**power for power in powers)
+        return Shared(start.setup * setup, start.kind * kind, start.gpus * gpus)
+
+    def value(powers: tuple[int, ...]) -> float:
+        total = -0.5 * sum((power * math.log(_STEP) / _SHARED_SD) ** 2 for power in powers)
+        for one in rows:
+            if (one.name, powers) not in found:
+                found[one.name, powers] = log_likelihood(one, at(powers))
+            total += found[one.name, powers]
+        return total
+
+    powers: tuple[int, ...] = max(itertools.product((-4, 0, 4, 8), repeat=3), key=value)
+    for step in (2, 1):
+        before = None
+        while powers != before:
+            before = powers
+            # All 26 neighbours: what one part loses another may gain.
+            changes = itertools.product((0, step, -step), repeat=3)
+            powers = max((tuple(map(sum, zip(before, change, strict=True))) for change in changes), key=value)
+    return at(powers)
+
+
+# --- scores ---
+
+
 def score(name: str, fitted: Fitted, rows: Sequence[Row], count: int, draws: int = _DRAWS) -> Score | None:
     """Predict rows of one source given `count` of them as anchors, for several random choices of anchors.
 
@@ -185,18 +276,48 @@ def _score(name: str, count: int, rows: int, parts: Sequence[tuple[Array, Array]
     )
 
 
-def small_to_large(name: str, fitted: Fitted, rows: Sequence[Row], count: int) -> Score | None:
-    """Predict 128 GPUs or more from anchors at 64 or fewer of the same source and GPU."""
+def small_to_large(
+    name: str, fitted: Fitted, rows: Sequence[Row], count: int, *, advised: bool = False
+) -> Score | None:
+    """Predict 128 GPUs or more from anchors at 64 or fewer of the same source and GPU.
+
+    advised: not random anchors, but for each target those that `most_telling` names.
+    """
     parts, total = [], 0
     for cluster in clusters(rows):
         c, log_step = columns([one.setup for one in cluster]), np.log([one.step_s for one in cluster])
         small, large = np.flatnonzero(c["gpus"] <= 64), np.flatnonzero(c["gpus"] >= 128)
         if len(small) < max(count, 1) or not len(large):
             continue
-        random, total = np.random.default_rng(len(cluster)), total + len(large)
+        total += len(large)
+        if advised:
+            covariance = expected_covariance(fitted, c) + shared_error(fitted.shared, c, c)
+            for target in large:
+                chosen = most_telling(covariance, small, int(target), count)
+                parts.append(_predicted(fitted, c, log_step, chosen, np.array([target])))
+            continue
+        random = np.random.default_rng(len(cluster))
         draws = [random.choice(small, count, replace=False) for _ in range(_DRAWS if count else 1)]
         parts += [_predicted(fitted, c, log_step, one, large) for one in draws]
     return _score(name, count, total, parts) if parts else None
+
+
+def most_telling(covariance: Array, candidates: Indices, target: int, count: int) -> Indices:
+    """The candidates whose measurement leaves the target the least variance, one after the other.
+
+    covariance: of all rows before anything is measured. What was measured plays no part, as in `next_measurement`.
+    """
+    chosen: list[int] = []
+    for _ in range(count):
+
+        def left(one: int) -> float:
+            at = [*chosen, one]
+            inside = covariance[np.ix_(at, at)] + MEASURED**2 * np.eye(len(at))
+            across = covariance[target, at]
+            return float(covariance[target, target] - across @ np.linalg.solve(inside, across))
+
+        chosen.append(min((int(one) for one in candidates if one not in chosen), key=left))
+    return np.array(chosen)
 
 
 def to_larger(fitted: Fitted, smaller: Sequence[Row], larger: Sequence[Row], count: int) -> Score | None:

@@ -4,7 +4,7 @@ Before anything is measured, the logarithm of a step time has a mean (the physic
 
     G S G'    offsets of the cluster, which all its setups share (G: sensitivities, S: their prior)
     H C H'    parameters of the fit, which are not known exactly
-    K         what the model gets wrong in the same way for similar setups (`similarity`)
+    K         what the model gets wrong in the same way for similar setups (`shared_error`)
     N         noise of each measurement
 
 Anchors are measurements of some setups. Offsets are their most probable values given the anchors (Gauss-Newton);
@@ -23,15 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.prediction.fitting import by_offset, by_parameter, sensitivities
-from paceline.prediction.parameters import Fitted
+from paceline.prediction.parameters import Fitted, Shared
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import OFFSETS, Array, Columns, columns, step_time
 
-# Spread of the shared error of the model, and of one measurement, as logarithms.
-SHARED, MEASURED = 0.07, 0.03
-# Distance at which two setups have little in common: in doublings, or 1 for a different word.
+# Spread of one measurement, as a logarithm.
+MEASURED = 0.03
+# Distance at which two setups have little in common, in doublings; that of the GPUs is fitted (`Shared`).
 _LENGTHS = {
-    "gpus": 4.0,
     "parameters": 2.0,
     "tokens": 2.0,
     "sequence": 2.0,
@@ -40,7 +39,10 @@ _LENGTHS = {
     "cp": 1.0,
     "dense": 2.0,
 }
-_WORDS = ("fp8", "fp8_rowwise", "full", "selective", "adapted", "zero3", "hybrid", "compiled", "async_tp")
+# What kind of work it is, and how it is sharded. Each difference counts as a distance of the root of this.
+_KIND = ("fp8", "fp8_rowwise", "full", "selective", "adapted", "compiled", "async_tp")
+_SHARDED = ("zero3", "hybrid")
+_WORD = 0.7
 NORMAL_90 = 1.645
 # How many anchors the covariance itself is worth when anchors say that it is too large or too small (degrees of freedom
 # of a Student-t process). From 4 to 20 the intervals with four anchors differ by 0.2 points.
@@ -73,21 +75,31 @@ def subset(c: Columns, index: NDArray[np.signedinteger[Any]]) -> dict[str, Array
     return {name: value[index] for name, value in c.items()}
 
 
-def similarity(a: Columns, b: Columns) -> Array:
-    """How much of the model's error two setups share, 0 to 1."""
-    distance = np.zeros((len(a["gpus"]), len(b["gpus"])))
-    for name, length in _LENGTHS.items():
+def similarity(shared: Shared, a: Columns, b: Columns) -> Array:
+    """How alike two setups are in size, batch, layout and kind, 0 to 1."""
+    distance = _words_apart(a, b, (*_KIND, *_SHARDED))
+    for name, length in (*_LENGTHS.items(), ("gpus", shared.gpus)):
         left, right = (np.log2(np.maximum(_feature(c, name), 1e-9)) for c in (a, b))
         distance += ((left[:, None] - right[None, :]) / length) ** 2
-    for name in _WORDS:
-        distance += (a[name][:, None] != b[name][None, :]) * 0.7
     return np.asarray(np.exp(-distance / 2))
 
 
-def shared_error(a: Columns, b: Columns) -> Array:
-    """Covariance of what the model gets wrong in the same way for two setups."""
-    spread = SHARED**2 + UNCALIBRATED**2 * _uncalibrated(a)[:, None] * _uncalibrated(b)[None, :]
-    return np.asarray(spread * similarity(a, b))
+def _words_apart(a: Columns, b: Columns, names: Sequence[str]) -> Array:
+    distance = np.zeros((len(a["gpus"]), len(b["gpus"])))
+    for name in names:
+        distance += (a[name][:, None] != b[name][None, :]) * _WORD
+    return distance
+
+
+def shared_error(shared: Shared, a: Columns, b: Columns) -> Array:
+    """Covariance of what the model gets wrong in the same way for two setups.
+
+    One part is shared by setups that are alike in everything, another by all work of one kind: the same precision,
+    recomputation, adapters and compiler, whatever the model and the layout are.
+    """
+    own = shared.setup**2 + UNCALIBRATED**2 * _uncalibrated(a)[:, None] * _uncalibrated(b)[None, :]
+    kind = shared.kind**2 * np.exp(-_words_apart(a, b, _KIND) / 2)
+    return np.asarray(own * similarity(shared, a, b) + kind)
 
 
 def _uncalibrated(c: Columns) -> Array:
@@ -116,7 +128,7 @@ def posterior(
     covariance = np.diag(1 / precision)
     if not len(log_step):
         return dict(zip(OFFSETS, map(float, centre), strict=True)), covariance, log_step
-    noise = shared_error(c, c) + np.diag(sd**2)
+    noise = shared_error(fitted.shared, c, c) + np.diag(sd**2)
     parameters = by_parameter(c, fitted.values, dict.fromkeys(OFFSETS, 0.0))
     inverse = np.linalg.inv(noise + parameters @ fitted.covariance @ parameters.T)
     for _ in range(6):
@@ -149,10 +161,10 @@ def predict_columns(
     parameters, slopes = sensitivities(c, fitted.values, shift)
     variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
     variance += np.einsum("ij,jk,ik->i", parameters, fitted.covariance, parameters)
-    shared = SHARED**2 + (UNCALIBRATED * _uncalibrated(c)) ** 2
+    shared = fitted.shared.setup**2 + fitted.shared.kind**2 + (UNCALIBRATED * _uncalibrated(c)) ** 2
     if anchors is not None and count:
-        across = shared_error(c, anchors)
-        inside = shared_error(anchors, anchors) + np.diag(sd**2)
+        across = shared_error(fitted.shared, c, anchors)
+        inside = shared_error(fitted.shared, anchors, anchors) + np.diag(sd**2)
         solved = np.linalg.solve(inside, across.T)
         mean = mean + solved.T @ residual
         shared = np.maximum(shared - np.einsum("ij,ji->i", across, solved), 0)
@@ -170,13 +182,20 @@ def surprise(
     some programs than for others; this is the scale of a Student-t process after so many observations.
     """
     nothing = np.zeros(0)
-    shift, spread, _ = posterior(fitted, anchors, nothing, nothing, observations)
+    shift, _, _ = posterior(fitted, anchors, nothing, nothing, observations)
     off = log_step - np.log(step_time(anchors, fitted.values, shift))
-    parameters, slopes = sensitivities(anchors, fitted.values, shift)
-    covariance = shared_error(anchors, anchors) + np.diag(sd**2)
-    covariance += parameters @ fitted.covariance @ parameters.T + slopes @ spread @ slopes.T
+    covariance = expected_covariance(fitted, anchors, observations)
+    covariance += shared_error(fitted.shared, anchors, anchors) + np.diag(sd**2)
     distance = float(off @ np.linalg.solve(covariance, off))
     return float(np.sqrt((PRIOR_ANCHORS + distance) / (PRIOR_ANCHORS + len(off))))
+
+
+def expected_covariance(fitted: Fitted, c: Columns, observations: Sequence[Observation] = ()) -> Array:
+    """Covariance of step times (logarithms) from offsets and parameters, before any training run is measured."""
+    nothing = np.zeros(0)
+    shift, spread, _ = posterior(fitted, c, nothing, nothing, observations)
+    parameters, slopes = sensitivities(c, fitted.values, shift)
+    return np.asarray(parameters @ fitted.covariance @ parameters.T + slopes @ spread @ slopes.T)
 
 
 def scale_for(fitted: Fitted, count: int) -> float:

@@ -24,6 +24,8 @@ BATCH = ("micro_batch", "global_batch")
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu")
 # The arithmetic of memory may be wrong by less than this factor.
 CLEARLY = 1.5
+# What software.toml says about rows of a program, not about the program.
+_OF_ROWS = ("sources", "shard", "models")
 # Where a table names no adapter rank: all linear layers at rank 16.
 # Fine-tuning tables pack instructions of about this length; attention does not cross them.
 DOCUMENT_LENGTH = 512
@@ -56,7 +58,7 @@ def software(name: str) -> tuple[Software, str]:
     known = name if name in table else next((key for key, row in table.items() if name in row["sources"]), None)
     if known is None:
         raise RequestError(f"--software: got {name!r}, expected one of {', '.join(table)}.")
-    row = {key: value for key, value in table[known].items() if key not in ("sources", "shard")}
+    row = {key: value for key, value in table[known].items() if key not in _OF_ROWS}
     return Software(name=known, **row), table[known].get("shard", "none")
 
 
@@ -262,7 +264,13 @@ def _checkpointing(text: str) -> str | None:
 
 
 def _recomputing(one: Setup) -> Setup:
-    """Where a row says nothing, it recomputes only if it could not have run otherwise, by a wide margin."""
+    """Where a row says nothing: as the program's configuration of this model has it, where software.toml knows it.
+
+    Else it recomputes only if it could not have run otherwise, by a wide margin.
+    """
+    documented = _software()[one.software.name].get("models", {}).get(one.shape.name)
+    if documented and not one.has_adapters:
+        return one.replaced(checkpointing=documented)
     usable = memory.usable_bytes(one)
     impossible = usable is not None and memory.total(one) > CLEARLY * usable
     return one.replaced(checkpointing=one.software.recomputes) if impossible and not one.has_adapters else one

@@ -10,7 +10,7 @@ from paceline.models.shape import Shape
 from paceline.prediction.hardware import Accelerator
 
 SHARDS = ("none", "zero1", "zero2", "zero3", "hybrid")
-# selective: about half of the products are repeated. attention: only the attention scores are.
+# selective: about half of the products are repeated. attention: only the attention itself is.
 CHECKPOINTING = ("none", "attention", "selective", "full")
 
 

@@ -86,6 +86,7 @@ def _numbers(one: Setup) -> dict[str, float]:
         "fp8_rowwise": one.fp8_rowwise,
         "full": one.checkpointing == "full",
         "selective": one.checkpointing == "selective",
+        "scored_twice": one.checkpointing == "attention",
         "rescored": one.checkpointing in ("attention", "selective"),
         "flops": gpu.flops,
         "matmul_ratio": gpu.matmul_ratio,
@@ -208,11 +209,12 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     shape = p["flash_length"] * length + p["flash_width"] * width
     rate = np.exp(p["flash"] + c["hopper"] * p["flash_hopper"] + c["engine"] * p["flash_engine"] + shape) * c["flops"]
     # A causal mask halves the fused work; its backward has five products where the forward has two.
-    fused = scores / 2 / rate * (3.5 + c["full"])
+    fused = scores / 2 / rate * (3.5 + c["full"] + c["scored_twice"])
     maps = 2 * np.exp(p["maps"]) * tokens * c["sequence"] * c["heads"] / tp / c["hbm"]
     unfused = scores / (_efficiency(c, p) * c["flops"]) * (3 + c["full"]) + maps * (3 + c["full"] + c["rescored"])
     split = np.where(c["sequence_parallel"] > 0, tp, 1)
-    elementwise = 2 * tokens * (16 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
+    # Norms read and write the hidden state twice, residuals read it four times and write it twice.
+    elementwise = 2 * tokens * (10 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
     elementwise = elementwise * _fusion(c, p) * (2.5 + c["full"])
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
     expanded = c["quantised"] * np.exp(p["expand"]) * 2.5 * weights / c["hbm"] * (2 + c["full"])

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.prediction import parameters
-from paceline.prediction.offsets import Anchor, Observation, anchor_columns, surprise
+from paceline.prediction.offsets import Anchor, Observation, anchor_columns, shared_error, surprise
+from paceline.prediction.parameters import Shared
 from paceline.prediction.predict import next_measurement, predict, setup_of, worth
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import columns, step_time
@@ -82,6 +83,15 @@ def test_links_and_network_are_measured_apart() -> None:
     assert link["tensor parallel"] > 1.5 * plain["tensor parallel"]
     assert network["data parallel (exposed)"] > 1.5 * plain["data parallel (exposed)"]
     assert link["data parallel (exposed)"] == pytest.approx(plain["data parallel (exposed)"], rel=0.02)
+
+
+def test_what_setups_share_falls_with_what_differs(small: Setup) -> None:
+    """Sixteen times the GPUs are one length of four doublings; 8 bits are another kind of work; both add up."""
+    others = [small, small.replaced(gpus=128), small.replaced(fp8=True), small.replaced(sequence_length=8192)]
+    found = shared_error(Shared(setup=0.3, kind=0.4, gpus=4.0), columns([small]), columns(others))[0]
+    longer = math.exp(-((1 / 2) ** 2 + (1 / 2) ** 2) / 2)  # twice the tokens and twice the sequence
+    expected = [0.09 + 0.16, 0.09 * math.exp(-0.5) + 0.16, (0.09 + 0.16) * math.exp(-0.35), 0.09 * longer + 0.16]
+    assert found == pytest.approx(expected)
 
 
 def test_an_anchor_without_calibration_says_little_about_others(small: Setup) -> None:

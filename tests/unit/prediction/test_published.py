@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.prediction import calibration, parameters, published, scoring
+from paceline.prediction.parameters import Shared
 from paceline.prediction.published import Row
 from paceline.prediction.step_time import columns, step_time
 
@@ -57,6 +59,20 @@ def test_recomputation_that_is_not_stated_follows_from_memory() -> None:
     small = published.row({**big, "hidden": "4096", "layers": "24", "heads": "32"})
     assert small is not None
     assert small.setup.checkpointing == "none"
+
+
+def test_recomputation_that_is_not_stated_follows_from_the_configuration_of_the_model() -> None:
+    """Pax repeats all of GPT3-126M, and the attention of GPT3-5B; nothing is known of its Llama."""
+    where = {"gpu": "H100-SXM", "n_gpus": "8", "tp": "1", "fsdp": "8", "micro_batch": "4", "global_batch": "32"}
+    pax = {**ROW, **where, "source_key": "jax-toolbox-pax", "activation_checkpointing": "not stated"}
+    shape = {"hidden": "4096", "layers": "24", "heads": "32"}
+    for name, expected in (("GPT3-126M", "full"), ("GPT3-5B", "attention"), ("Llama-2-7B", "none")):
+        one = published.row({**pax, **shape, "model": name})
+        assert one is not None
+        assert one.setup.checkpointing == expected, name
+    stated = published.row({**pax, **shape, "model": "GPT3-126M", "activation_checkpointing": "none"})
+    assert stated is not None
+    assert stated.setup.checkpointing == "none"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +170,49 @@ def test_coverage_and_errors_are_counted() -> None:
     assert found.errors == pytest.approx([0, 0, 1 - 1 / 1.1, 0.9])
     assert found.coverage == 0.75
     assert calibration.conformal([found]) > 1
+
+
+def left_out(residuals: list[float], **changes: list[int]) -> calibration.LeftOut:
+    """Rows of one setup, with what differs between them."""
+    one = published.row(ROW)
+    assert one is not None
+    setups = [
+        one.setup.replaced(**{name: values[i] for name, values in changes.items()}) for i in range(len(residuals))
+    ]
+    nothing = np.zeros((len(residuals), len(residuals)))
+    return calibration.LeftOut("x", columns(setups), np.array(residuals), nothing, 1.0)
+
+
+def test_the_likelihood_is_that_of_a_student_t() -> None:
+    """With eight degrees of freedom and a scale of 1 the density at 0 is 0.3867, at 2 it is 0.0624."""
+    shared = Shared(setup=math.sqrt(1 - 0.25 - 0.0009), kind=0.5, gpus=4.0)
+    assert math.exp(calibration.log_likelihood(left_out([0.0]), shared)) == pytest.approx(0.3867, abs=1e-4)
+    assert math.exp(calibration.log_likelihood(left_out([2.0]), shared)) == pytest.approx(0.0624, abs=1e-4)
+
+
+def test_what_setups_share_is_as_large_and_as_wide_as_the_residuals_show() -> None:
+    """Errors that stay over 8 to 512 GPUs make the length longer, and larger errors the part of alike setups larger.
+
+    Errors that setups of one kind have in common, however unlike they are, make the part of the kind larger.
+    """
+    gpus, unlike = {"gpus": [8, 64, 512]}, {"sequence_length": [512, 8192, 131072]}
+    same, other = (calibration.fit_shared([left_out([0.2, 0.2, sign * 0.2], **gpus)]) for sign in (1, -1))
+    assert same.gpus > other.gpus
+    small, large = (calibration.fit_shared([left_out([e, e, e], **gpus)]) for e in (0.01, 0.5))
+    assert small.setup < Shared().setup < large.setup
+    same, other = (calibration.fit_shared([left_out([0.2, 0.2, sign * 0.2], **unlike)]) for sign in (1, -1))
+    assert same.kind > 2 * other.kind
+
+
+def test_the_most_telling_rows_do_not_repeat_each_other() -> None:
+    """Row 1 says most about row 0. Row 2 says nearly as much, but the same; row 3 adds something of its own."""
+    covariance = np.array([
+        [1.00, 0.90, 0.89, 0.30],
+        [0.90, 1.00, 0.99, 0.00],
+        [0.89, 0.99, 1.00, 0.00],
+        [0.30, 0.00, 0.00, 1.00],
+    ])  # fmt: skip
+    assert calibration.most_telling(covariance, np.array([2, 3, 1]), 0, 2).tolist() == [1, 3]
 
 
 def test_a_table_is_scored(tmp_path: Path, rows: list[Row]) -> None:

@@ -53,6 +53,22 @@ def test_full_checkpointing_repeats_the_forward_of_the_blocks(one_gpu: Setup) ->
     assert (full["products"] - head) / (plain["products"] - head) == pytest.approx(4 / 3, rel=0.01)
 
 
+def test_repeating_the_attention_adds_its_forward(one_gpu: Setup) -> None:
+    """Fused attention has two products forward and five backward: 3.5 forwards, then 4.5."""
+    plain, repeated = seconds(one_gpu), seconds(replace(one_gpu, checkpointing="attention"))
+    assert repeated["attention"] / plain["attention"] == pytest.approx(4.5 / 3.5)
+    assert repeated["products"] == plain["products"]
+
+
+@pytest.mark.parametrize(("split", "norms"), [(False, 40960), (True, 20480)])
+def test_norms_and_residuals_are_split_by_sequence_parallelism_only(split: bool, norms: int) -> None:
+    """Per token and layer: 10 x 4096 of norms and residuals, and on two ranks half of 2 x 28672 + 2 x 6144."""
+    one = setup_of("llama-8b", "h100", 2, tp=2, global_batch=1, micro_batch=1, checkpointing="none")
+    one = one.replaced(software=replace(one.software, sequence_parallel=split))
+    found = seconds(one, elementwise=0.0, logit_bytes=-40.0)["memory-bound"]
+    assert found == pytest.approx(2 * 4096 * (norms + 34816) * 2.5 * 32 / 3.35e12, rel=1e-6)
+
+
 def test_the_bubble_is_the_textbook_share() -> None:
     """(pp - 1) / micro batches of the busy time, if transfers are free and the head is left out."""
     one = setup_of("llama-8b", "h100", 4, pp=4, global_batch=16, micro_batch=1, checkpointing="none", shard="none")
