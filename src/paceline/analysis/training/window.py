@@ -268,9 +268,9 @@ def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     # Of ranks with equal windows, the first.
     longest = ranks[np.argmax(totals)]
     # Backwards, so that the first of several samples of a rank at one step is kept.
-    own = np.flatnonzero(ranks == longest)[::-1]
+    rows = np.flatnonzero(ranks == longest)[::-1]
     step_of_row = np.repeat(np.arange(len(wall)), counts[chosen])
-    wall[step_of_row[own]] = seconds[own]
+    wall[step_of_row[rows]] = seconds[rows]
     return wall
 
 
