@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -257,9 +258,21 @@ def _rank_steps(record: RunRecord) -> tuple[RankStep, ...]:
                 hidden_s=hidden,
                 idle_s=idle,
                 by_dimension=_by_dimension(record, rank, exposed),
+                **_timeline(record, rank),
             )
         )
     return tuple(found)
+
+
+def _timeline(record: RunRecord, rank: int) -> dict[str, Any]:
+    """The steps of a rank in order, by dimension if these were profiled; stretches of one kind are one part."""
+    ours = [sample for sample in record.timelines if sample.rank == rank and sample.slots]
+    if not ours:
+        return {}
+    found = max(ours, key=lambda sample: len(sample.kinds))
+    names, each = (*found.kinds, "idle"), found.wall_s / len(found.slots)
+    parts = tuple((names[kind], each * len(list(slots))) for kind, slots in groupby(found.slots))
+    return {"timeline": parts, "steps": found.steps}
 
 
 def _by_dimension(record: RunRecord, rank: int, exposed_s: float) -> tuple[tuple[str, float], ...]:

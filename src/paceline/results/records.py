@@ -171,6 +171,22 @@ class ExposureSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineSample:
+    """What one rank did over `steps` steps after the timed window, which began together on all ranks.
+
+    slots divide wall_s evenly. Each has the number of the kind that filled most of it: one of kinds, or len(kinds) for
+    idle time. The first kind is compute, the others are communication while nothing computes.
+    """
+
+    kind: ClassVar[str] = "timeline"
+    rank: int
+    steps: int
+    wall_s: float
+    kinds: tuple[str, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSample:
     """What the routers of one rank decided during one step of a mixture of experts.
 
@@ -350,6 +366,7 @@ Sample = (
     | TraceSample
     | PipelineSample
     | ExposureSample
+    | TimelineSample
     | RoutingSample
     | CollectiveSample
     | OverlapSample
@@ -460,6 +477,7 @@ class RunRecord:
     traces: tuple[TraceSample, ...] = ()
     pipelines: tuple[PipelineSample, ...] = ()
     exposures: tuple[ExposureSample, ...] = ()
+    timelines: tuple[TimelineSample, ...] = ()
     routings: tuple[RoutingSample, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
     overlaps: tuple[OverlapSample, ...] = ()

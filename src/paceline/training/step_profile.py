@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.host.processes import collection_paused
-from paceline.results.records import ExposureSample, TraceSample
+from paceline.results.records import ExposureSample, TimelineSample, TraceSample
 from paceline.training.instruments import Clock, wrappers
 
 Span = tuple[float, float]
@@ -68,6 +68,8 @@ class Profile:
         self.communication: list[Span] = []
         self.batches: list[Span] = []
         self.wall_s = 0.0
+        # When the ranks had lined up, on the profiler's clock.
+        self.begin_s = 0.0
 
     def activities(self) -> list[Any]:
         from torch.profiler import ProfilerActivity
@@ -94,7 +96,9 @@ class Profile:
             for event in results.events() if results else ():
                 self.add(event, results.trace_start_ns())
         if self.device == "cuda" and self.communication:
-            self.communication.remove(min(self.communication))  # the barrier, which NCCL runs as a reduction
+            barrier = min(self.communication)  # NCCL runs it as a reduction
+            self.communication.remove(barrier)
+            self.begin_s = barrier[1]
 
     def add(self, event: Any, origin_ns: int = 0) -> None:
         """Sort one raw event of the profiler into communication, compute and batch copies."""
@@ -105,6 +109,7 @@ class Profile:
         if name.startswith("Memcpy HtoD"):
             self.batches.append(span)
         if name == "gloo:barrier":
+            self.begin_s = max(self.begin_s, span[1])
             return
         if name.startswith(("nccl", "gloo:")):
             self.communication.append(span)
@@ -133,6 +138,49 @@ class Profile:
             elementwise_s=classes[ELEMENTWISE],
             copies_s=classes[COPIES],
         )
+
+
+# Slots of a timeline: what a reader can tell apart on a screen, and a few hundred bytes per rank.
+SLOTS = 100
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+def timeline(
+    profile: Profile, rank: int, steps: int, sent: Mapping[str, Sequence[Span]] | None = None
+) -> TimelineSample:
+    """What filled most of each slot of the profiled steps. sent: communication by dimension, if that is known."""
+    computing = [span for spans in profile.computing.values() for span in spans]
+    kinds = {COMPUTE: computing, **(sent or {COMMUNICATION: profile.communication})}
+    begin = profile.begin_s or min((span[0] for spans in kinds.values() for span in spans), default=0.0)
+    filled, before, reached = list[list[float]](), list[Span](), [0.0] * SLOTS
+    for spans in kinds.values():
+        before += spans
+        total = covered_by_slot(before, begin, profile.wall_s / SLOTS, SLOTS)
+        filled.append([now - earlier for now, earlier in zip(total, reached, strict=True)])
+        reached = total
+    filled.append([profile.wall_s / SLOTS - covered for covered in reached])
+    slots = tuple(max(range(len(filled)), key=lambda kind: filled[kind][slot]) for slot in range(SLOTS))
+    return TimelineSample(rank=rank, steps=steps, wall_s=profile.wall_s, kinds=tuple(kinds), slots=slots)
+
+
+def covered_by_slot(spans: Iterable[Span], begin: float, width: float, count: int) -> list[float]:
+    """The length of the union of the spans in each slot.
+
+    >>> covered_by_slot([(0.0, 1.5), (1.0, 2.0), (3.5, 9.0)], 0.0, 1.0, 4)
+    [1.0, 1.0, 0.0, 0.5]
+    """
+    found, reached = [0.0] * count, begin
+    if width <= 0:
+        return found
+    for start, end in sorted(spans):
+        at = max(start, reached)
+        slot = int((at - begin) / width)
+        while at < end and slot < count:
+            until = max(at, min(end, begin + (slot + 1) * width))
+            found[slot] += until - at
+            at, slot = until, slot + 1
+        reached = max(reached, end)
+    return found
 
 
 # The least share of the communication whose dimension must be known; norms and losses belong to none.

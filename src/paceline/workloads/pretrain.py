@@ -188,19 +188,20 @@ def capacity_sample(spec: RunSpec, seat: Seat, capacity: int) -> ComponentSample
 
 def profile_steps(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:
     """Profile the first steps after the timed window."""
-    from paceline.training.step_profile import Profile
+    from paceline.training.step_profile import Profile, timeline
 
     profile, training = Profile(seat.device, loop.clock), spec.training
     with profile.recording():
         loop.unrecorded(range(spec.steps, spec.steps + PROFILED_STEPS))
     batch_bytes = training.micro_batch * row_bytes(spec)
     recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
+    recorder.add(timeline(profile, seat.rank, PROFILED_STEPS))
 
 
 def profile_dimensions(layout: Layout, seat: Seat, loop: Loop, recorder: Recorder, first: int) -> None:
     """Profile another step and split what is exposed by mesh dimension. Observing every operator slows the host and
     stops compiled code, so this step comes after those of the profile."""
-    from paceline.training.step_profile import DimensionProfile
+    from paceline.training.step_profile import DimensionProfile, timeline
 
     dimensions = layout.sizes()
     if not dimensions:
@@ -208,8 +209,12 @@ def profile_dimensions(layout: Layout, seat: Seat, loop: Loop, recorder: Recorde
     profile = DimensionProfile(seat.device, loop.clock)
     with profile.recording():
         loop.unrecorded(range(first, first + DIMENSION_STEPS))
-    for sample in profile.samples(seat.rank, DIMENSION_STEPS, dimensions):
+    samples = profile.samples(seat.rank, DIMENSION_STEPS, dimensions)
+    for sample in samples:
         recorder.add(sample)
+    if samples:
+        sent = profile.spans()
+        recorder.add(timeline(profile, seat.rank, DIMENSION_STEPS, {name: sent.get(name, []) for name in dimensions}))
 
 
 def time_pipeline(seat: Seat, trainer: Any, loop: Loop, recorder: Recorder, first: int) -> None:

@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 
 from paceline.training.instruments import HostClock
-from paceline.training.step_profile import DimensionProfile, Profile, Span, class_of, covered_s, divided_s
+from paceline.training.step_profile import (
+    SLOTS,
+    DimensionProfile,
+    Profile,
+    Span,
+    class_of,
+    covered_by_slot,
+    covered_s,
+    divided_s,
+    timeline,
+)
 
 
 @pytest.mark.parametrize(
@@ -240,3 +250,24 @@ def test_a_real_product_and_attention_are_seen_by_class() -> None:
     assert sample.products_s > 0
     assert sample.attention_s > 0
     assert sample.dequantisation_s == 0
+
+
+def test_a_timeline_has_what_filled_most_of_each_slot() -> None:
+    """Compute for 0.5 s, communication that overlaps it and goes on to 0.8 s, then nothing; it began at 2 s."""
+    profile = Profile("cpu", HostClock())
+    profile.computing["products"].append((2.0, 2.5))
+    profile.communication.append((2.2, 2.8))
+    profile.begin_s, profile.wall_s = 2.0, 1.0
+    found = timeline(profile, rank=3, steps=2)
+    assert (found.rank, found.steps, found.kinds) == (3, 2, ("compute", "communication"))
+    assert [found.slots.count(kind) for kind in range(3)] == [50, 30, 20]
+    assert list(found.slots) == sorted(found.slots)
+    assert len(found.slots) == SLOTS
+
+
+def test_slots_add_up_to_the_union_of_the_spans() -> None:
+    spans = [(0.05, 0.31), (0.2, 0.47), (0.6, 0.61), (-1.0, 0.02)]
+    found = covered_by_slot(spans, 0.0, 0.1, 7)
+    assert sum(found) == pytest.approx(0.02 + 0.42 + 0.01)
+    assert found[2] == pytest.approx(0.1)
+    assert covered_by_slot(spans, 0.0, 0.0, 3) == [0.0, 0.0, 0.0]

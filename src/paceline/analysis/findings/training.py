@@ -367,7 +367,8 @@ class LaunchTrust:
 class RankStep:
     """One optimizer step of one rank by its profile, in seconds: compute, communication that nothing hides, and idle
     time. hidden_s is communication while something computes, and part of compute_s. by_dimension divides exposed_s
-    among the dimensions of a layout, if these were profiled."""
+    among the dimensions of a layout, if these were profiled. timeline has what happened when, as name and seconds one
+    after the other, over `steps` steps: compute, communication (or a dimension) and idle."""
 
     rank: int
     compute_s: float
@@ -375,6 +376,8 @@ class RankStep:
     hidden_s: float
     idle_s: float
     by_dimension: tuple[tuple[str, float], ...] = ()
+    timeline: tuple[tuple[str, float], ...] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

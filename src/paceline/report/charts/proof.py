@@ -7,11 +7,14 @@ from dataclasses import replace
 
 from paceline.analysis.findings import Report, RunFinding
 from paceline.analysis.findings.cell_axes import describe
+from paceline.analysis.findings.training import RankStep
 from paceline.experiment.layout import DIMENSIONS
 from paceline.report.charts.chart import (
     AREA,
+    COLOURS,
     GREY,
     LINES,
+    PARTS,
     STACK,
     TRAIL,
     Axis,
@@ -30,6 +33,8 @@ BAND = "accepted"
 MOST_STEPS = 200
 MOST_PANELS = 6
 MOST_RANKS = 64
+# More parts than these are drawn as totals: a page of thousands of small rectangles is slow.
+MOST_PARTS = 3000
 COMPUTE, EXPOSED, IDLE = "compute", "communication that nothing hides", "idle"
 
 
@@ -102,8 +107,13 @@ def ranks(report: Report) -> Iterator[Chart]:
     lanes = [(cell_name(report, c, r.axes, named), step, r) for c, r in first.items() for step in r.rank_steps]
     lanes = lanes[:MOST_RANKS]
     short, shared = without_shared(name for name, _, _ in lanes)
-    points = []
+    points: list[Point] = []
+    shown = [step for _, step, _ in lanes]
+    timed = all(step.timeline for step in shown) and sum(len(step.timeline) for step in shown) <= MOST_PARTS
     for name, step, run in lanes:
+        if timed:
+            points += _timeline(step, run, short[name])
+            continue
         sent = {_over(dimension): s for dimension, s in step.by_dimension} or {EXPOSED: step.exposed_s}
         sizes = {COMPUTE: step.compute_s, **sent, IDLE: step.idle_s}
         drawn = [(word, 1e3 * s) for word, s in sizes.items() if s > 0]
@@ -123,18 +133,44 @@ def ranks(report: Report) -> Iterator[Chart]:
                     runs=(run.run,),
                 )
             )
-    dimensions = dict.fromkeys(_over(name) for _, step, _ in lanes for name, _ in step.by_dimension)
+    dimensions = dict.fromkeys(p.series for p in points if p.series not in (COMPUTE, EXPOSED, IDLE))
+    # Idle time is the palest, like the ground.
+    lull = Series(name=IDLE, colour=COLOURS + PARTS - 1)
+    steps = max((step.steps for step in shown), default=1)
+    over = f"The timeline of {steps} step{'' if steps == 1 else 's'} under the profiler" if timed else "One step"
     yield Chart(
         name="ranks",
-        title="One step, rank by rank",
+        title=f"{over}, rank by rank",
         subtitle="From the profile of a few steps after the measured window; the profiler itself adds some idle time."
+        + (" All ranks begin together; each part is what filled most of 1 % of the time." if timed else "")
         + (" Communication that nothing hides, by dimension of the layout." if dimensions else "")
         + (f" All: {shared}." if shared else ""),
         kind=STACK,
-        y=Axis(label="ms per optimizer step", unit="ms"),
+        y=Axis(label="ms since the ranks lined up" if timed else "ms per optimizer step", unit="ms"),
         points=tuple(points),
-        series=used(parts((COMPUTE, EXPOSED, IDLE, *dimensions)), points),
+        series=used((*parts((COMPUTE, EXPOSED, *dimensions)), lull), points),
+        panel_px=560 if timed else 240,
     )
+
+
+def _timeline(step: RankStep, run: RunFinding, group: str) -> Iterator[Point]:
+    """The parts of a rank's steps in the order of time."""
+    whole, at = sum(seconds for _, seconds in step.timeline), 0.0
+    shares = {name: sum(s for other, s in step.timeline if other == name) / whole for name, _ in step.timeline}
+    for i, (name, seconds) in enumerate(step.timeline):
+        word = {"compute": COMPUTE, "communication": EXPOSED, "idle": IDLE}.get(name) or _over(name)
+        last = i == len(step.timeline) - 1
+        yield Point(
+            y=1e3 * seconds,
+            label=f"rank {step.rank}",
+            group=group,
+            series=word,
+            text=f"{format_number(1e3 * whole, places(1e3 * whole, None, None))} ms" if last else "",
+            detail=f"{word}: {1e3 * at:.3g} to {1e3 * (at + seconds):.3g} ms\n{shares[name]:.0%} of the time in all",
+            cells=(run.cell,),
+            runs=(run.run,),
+        )
+        at += seconds
 
 
 def _over(dimension: str) -> str:

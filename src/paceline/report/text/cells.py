@@ -279,7 +279,7 @@ def without_shared(labels: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def short_models(models: Iterable[Scalar]) -> dict[Scalar, str]:
-    """Models without their options, if that leaves them distinct; the common settings and every cell have them whole.
+    """Models without their options, where that leaves them distinct; the common settings have them whole.
 
     >>> short_models(["tiny-llama:layers=4,hidden=256", "gpt2", None])
     {'tiny-llama:layers=4,hidden=256': 'tiny-llama', 'gpt2': 'gpt2'}

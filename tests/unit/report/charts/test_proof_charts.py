@@ -14,7 +14,7 @@ from paceline.analysis.report import build
 from paceline.report.charts import charts
 from paceline.report.charts.chart import AREA, COLOURS
 from paceline.report.charts.proof import BAND, COMPUTE, EXPOSED, IDLE
-from paceline.results.records import ExposureSample, TraceSample
+from paceline.results.records import ExposureSample, TimelineSample, TraceSample
 
 Builder = Callable[..., Any]
 
@@ -82,3 +82,31 @@ def test_communication_of_a_layout_is_divided_by_dimension(make_cell: Builder, m
         (IDLE, 10),
     ]
     assert "by dimension" in chart.subtitle
+
+
+def test_steps_are_drawn_in_the_order_of_time_where_it_was_recorded(
+    make_cell: Builder, make_reference: Builder
+) -> None:
+    """The timeline by dimension is preferred to the one without; stretches of one kind are one part."""
+    trace: dict[str, Any] = {"steps": 1, "wall_s": 0.1, "compute_s": 0.07, "communication_s": 0.03, "exposed_s": 0.02}
+    (run,) = make_cell(1.0, strategy="ddp", repeats=1)
+    plain = {"kinds": ("compute", "communication"), "slots": (0, 1, 2, 0), "steps": 2, "wall_s": 0.4}
+    divided = {"kinds": ("compute", "tp", "replicate"), "slots": (0, 0, 1, 0, 2, 3), "steps": 1, "wall_s": 0.6}
+    record = dataclasses.replace(
+        run,
+        traces=tuple(TraceSample(rank=rank, **trace) for rank in range(2)),
+        timelines=(*(TimelineSample(rank=r, **d) for r in range(2) for d in (plain, divided)),),
+    )
+    chart = named(build([make_reference(run.spec), record], "t"), "ranks")
+    assert [(p.series, round(p.y)) for p in chart.points if p.label == "rank 1"] == [
+        (COMPUTE, 200),
+        ("communication, tensor parallel", 100),
+        (COMPUTE, 100),
+        ("communication, replicas", 100),
+        (IDLE, 100),
+    ]
+    assert chart.title == "The timeline of 1 step under the profiler, rank by rank"
+    assert chart.points[2].detail == "compute: 300 to 400 ms\n50% of the time in all"
+    only = dataclasses.replace(record, timelines=record.timelines[::2])
+    plainly = named(build([make_reference(run.spec), only], "t"), "ranks")
+    assert [p.series for p in plainly.points if p.label == "rank 0"] == [COMPUTE, EXPOSED, IDLE, COMPUTE]

@@ -163,7 +163,10 @@ addEventListener("DOMContentLoaded", () => {
     if (canvas.width !== Math.round(wide * scale)) { canvas.width = Math.round(wide * scale); canvas.height = Math.round(tall * scale); }
     ctx.setTransform(scale, 0, 0, scale, 0, 0);
     ctx.clearRect(0, 0, wide, tall);
-    if (points.length < 2) return;
+    if (points.length < 2) {
+      ctx.font = "13px system-ui, sans-serif"; ctx.fillStyle = shades.text.quiet; ctx.fillText("no steps yet", 2, 20);
+      return;
+    }
     const xs = points.map(p => p[0]), ys = points.map(p => p[1]).sort((a, b) => a - b);
     // A warm-up step may take a hundred times as long: the scale ends above the 98th percentile.
     const low = ys[0], most = canvas.id === "line-step" ? ys[Math.floor((ys.length - 1) * .98)] : ys.at(-1);
