@@ -90,7 +90,6 @@ class Observer:
         self.readout = Readout(self.write_text)
         self.facts: dict[str, Any] = {}
         self.rates = hashlib.sha256()
-        self.step_rates: set[float] = set()
         self.last_rates: set[float] | None = None
         self.rates_text = b""
         self.sources: Counter[str] = Counter()
@@ -351,16 +350,13 @@ class Observer:
             self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
-        rates = (group.get("lr") for group in optimizer.param_groups)
-        self.step_rates.update([rate for rate in rates if isinstance(rate, float | int)])
 
-    def note_rates(self) -> None:
+    def note_rates(self, rates: set[float]) -> None:
         """The learning rates of a step: frameworks split the same parameters into other numbers of groups, and step
         with them one by one."""
-        if self.step_rates != self.last_rates:
-            self.last_rates, self.rates_text = self.step_rates, repr(sorted(self.step_rates)).encode()
+        if rates != self.last_rates:
+            self.last_rates, self.rates_text = rates, repr(sorted(rates)).encode()
         self.rates.update(self.rates_text)
-        self.step_rates = set()
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
@@ -377,6 +373,8 @@ class Observer:
         if self.step is None:
             return
         end = self.clock.mark()
+        rates = (group.get("lr") for group in optimizer.param_groups)
+        self.step.rates.update([rate for rate in rates if isinstance(rate, float | int)])
         if self.optimizer_began is not None:
             self.step.spans.append(("optimizer", self.optimizer_began, end))
             self.optimizer_began = None
@@ -452,7 +450,7 @@ class Observer:
             self.stop_discovery()
             self.open_file()
         self.step, self.last_end = None, step.end
-        self.note_rates()
+        self.note_rates(step.rates)
         self.name_numbers(step)
         self.readout.add(step, self.clock)
         if step.number in (0, 1, 9):

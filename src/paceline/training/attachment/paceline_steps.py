@@ -48,8 +48,8 @@ class Step:
     """What was seen of one step. spans: phase, begin and end; pauses are evaluations inside it.
 
     Numbers are tensors of one element until they have arrived. adds_losses: each is a part of the whole. divisor: the
-    number of labels on all ranks, by which each was divided. given_tokens: those that the script says. digest: the sum
-    of those of the micro batches.
+    number of labels on all ranks, by which each was divided. rates: learning rates. given_tokens: those that the script
+    says. digest: the sum of those of the micro batches.
     """
 
     number: int
@@ -62,6 +62,7 @@ class Step:
     end: Any = None
     adds_losses: bool = False
     divisor: Any = None
+    rates: set[float] = field(default_factory=set)
     given_tokens: int | None = None
     digest: int = 0
 

@@ -101,14 +101,14 @@ def test_groups_that_step_one_by_one_have_the_rates_of_those_that_step_together(
     found = []
     for parts in ([[0, 1]], [[0], [1]], [[0, 1], [0]]):
         own = observer.Observer(str(tmp_path), {})
-        own.root = torch.nn.ParameterList(weights)
+        step = own.open_step(0.0)
         optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1} for weight in weights], lr=0.1)
         groups = optimizer.param_groups
         groups[1]["lr"] = 0.2 if parts != [[0, 1], [0]] else 0.3
         for part in parts:
             optimizer.param_groups = [groups[number] for number in part]
-            own.before_step(optimizer)
-        own.note_rates()
+            own.after_step(optimizer)
+        own.note_rates(step.rates)
         found.append(own.rates.hexdigest())
         assert own.broken is None
     assert found[0] == found[1] != found[2]

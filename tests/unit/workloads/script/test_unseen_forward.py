@@ -29,6 +29,7 @@ os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "3"
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Embedding(40, 8), torch.nn.Flatten(), torch.nn.Linear(48, 40))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 batches = torch.Generator().manual_seed(1)
 if rank == 0:
     torch.ones(2, requires_grad=True).sum().backward()
@@ -58,6 +59,7 @@ for step in range(5):
     else:
         compute()
         optimizer.step()
+    schedule.step()
     optimizer.zero_grad()
 if rank == 0:
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
@@ -83,6 +85,7 @@ def test_steps_are_seen_by_their_backward_passes(tmp_path: Path, nursery: None) 
         digests = [0] * 5 if rank == 1 else [line["data_digest"] for line in steps[0]]
         assert [line["data_digest"] for line in lines] == digests
         assert own["weights"] == facts[0]["weights"]
+        assert own["rates"] == facts[0]["rates"]
         assert own["final_weights"] == facts[0]["final_weights"] != own["weights"]
         found = evidence_of(own, 1.0, Seat(rank=rank, local_rank=rank, world_size=3, device="cpu"))
         assert found.settings["data"] == ("unseen" if rank == 1 else "tokens")
