@@ -278,6 +278,8 @@ class Observer:
             batch.tokens = mask.sum()
         if labels is not None:
             batch.labels = (labels != digests.IGNORED_LABEL).sum()
+            if "num_items_in_batch" in kwargs:
+                batch.predicted = (labels[:, 1:] != digests.IGNORED_LABEL).sum()
         batch.rows = digests.copy_rows(ids)
         return batch
 

@@ -29,7 +29,8 @@ GROUPS_AHEAD = 4
 
 @dataclass(slots=True)
 class Batch:
-    """One micro batch. tokens and labels: how many, may be on the device.
+    """One micro batch. tokens and labels: how many, may be on the device. predicted: of labels, those after the first
+    of each row, if the loss was divided by such a count.
 
     rows: a copy of its rows, of which the digest is made. If stacked names them, of its token ids and of those
     (`labels`, `mask`) in one tensor: their counts are made later, too.
@@ -41,6 +42,7 @@ class Batch:
     labels: Any = None
     rows: Any = None
     stacked: tuple[str, ...] = ()
+    predicted: Any = None
 
 
 @dataclass(slots=True)
@@ -140,6 +142,9 @@ def _vectors_of_batches(steps: Iterable[Step]) -> tuple[dict[Key, list[Home]], d
             if name == "labels":
                 counts = (rows[:, number] != digests.IGNORED_LABEL).sum((1, 2))
                 add(counts, [(batch, "labels", None) for _, batch in group])
+                if group[0][0].divisor is not None:
+                    counts = (rows[:, number, :, 1:] != digests.IGNORED_LABEL).sum((1, 2))
+                    add(counts, [(batch, "predicted", None) for _, batch in group])
             else:
                 add(rows[:, number].sum((1, 2)), [(batch, "tokens", None) for _, batch in group])
     return homes, vectors
@@ -163,6 +168,7 @@ def _scalars_of(steps: Iterable[Step]) -> dict[Key, tuple[list[Home], list[Any]]
         for batch in step.batches:
             add(batch.tokens, (batch, "tokens", None))
             add(batch.labels, (batch, "labels", None))
+            add(batch.predicted, (batch, "predicted", None))
     return found
 
 
@@ -231,8 +237,10 @@ def line_of(step: Step, rank: int, clock: Any) -> str:
     parts = 1 if step.adds_losses else len(losses)
     known_labels = bool(batches) and all(batch.labels is not None for batch in batches)
     labels = sum([batch.labels for batch in batches]) if known_labels else None
-    # The mean over the labels of this rank.
-    scale = step.divisor / labels if step.adds_losses and step.divisor is not None and labels else 1.0
+    # The mean over the labels that the model predicts on this rank.
+    predicted = [batch.predicted for batch in batches]
+    own = sum(predicted) if step.divisor is not None and None not in predicted else 0
+    scale = step.divisor / own if step.adds_losses and own else 1.0
     counted = sum([batch.tokens for batch in batches]) if step.given_tokens is None else step.given_tokens
     line = {
         "kind": "step",

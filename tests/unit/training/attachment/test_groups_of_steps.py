@@ -80,17 +80,27 @@ def test_groups_end_by_their_number_of_steps_and_by_the_rows_they_hold(observer:
 
 
 def test_a_loss_divided_by_the_labels_of_all_ranks_is_that_of_this_rank(observer: ModuleType) -> None:
-    """Two ranks with 6 and 2 labels, of which ours has 6: a mean loss of 4 over them is 4 * 6 / 8 for the Trainer."""
+    """Two ranks predict 6 and 2 labels: a mean loss of 4 over our 6 is 4 * 6 / 8 for the Trainer."""
     steps, lines = sys.modules["paceline_steps"], []
     readout, clock = steps.Readout(lines.append), sys.modules["paceline_clocks"].HostClock()
-    batches = [steps.Batch(1, 4, 4, labels=torch.tensor(count)) for count in (4, 2)]
+    batches = [steps.Batch(1, 5, 5, labels=count + 1, predicted=torch.tensor(count)) for count in (4, 2)]
     step = steps.Step(0, 0.0, end=1.0, batches=batches, adds_losses=True, divisor=torch.tensor(8))
     step.losses = [torch.tensor(2.0), torch.tensor(1.0)]
     readout.add(step, clock)
     assert json.loads(lines[0])["loss"] == 4.0
-    unknown = steps.Step(1, 1.0, end=2.0, batches=[steps.Batch(1, 4, 4)], adds_losses=True, divisor=8, losses=[3.0])
-    readout.add(unknown, clock)
+    assert json.loads(lines[0])["label_tokens"] == 8
+    # In one tensor with the ids: of three labels the first is not predicted, so 1.5 * 4 is the loss of two.
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    labels = torch.tensor([[5, 5, -100, 5]])
+    own = observer.Observer("", {})
+    seen = own.batch_of((), {"input_ids": ids, "labels": labels, "num_items_in_batch": 4})
+    stacked = steps.Step(1, 1.0, end=2.0, batches=[seen], adds_losses=True, divisor=4, losses=[1.5])
+    readout.add(stacked, clock)
     assert json.loads(lines[1])["loss"] == 3.0
+    unknown = steps.Step(2, 1.0, end=2.0, batches=[steps.Batch(1, 4, 4)], adds_losses=True, divisor=8, losses=[3.0])
+    readout.add(unknown, clock)
+    readout.finish(clock)
+    assert json.loads(lines[2])["loss"] == 3.0
 
 
 def test_groups_that_step_one_by_one_have_the_rates_of_those_that_step_together(
