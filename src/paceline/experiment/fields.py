@@ -128,9 +128,11 @@ class Experiment(Strict):
     devices: dict[Literal["cpu", "cuda"], dict[str, Any]] = Field(default_factory=dict)
 
 
-# What pydantic expected, by its type of error; its own words otherwise.
 # Of a reference; runs of fewer steps have shorter ones.
 LEAST_REFERENCE_STEPS = 10
+# Fields whose value may have options.
+_CHOICES = ("strategy", "workload", "launcher", "engine", "model")
+# What pydantic expected, by its type of error; its own words otherwise.
 _EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -157,7 +159,7 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         if first["type"] == "missing":
             raise RequestError(f"{where}: the field {field!r} is missing.") from None
         expected = _EXPECTED.get(first["type"], first["msg"].removeprefix("Input should be "))
-        if first["type"] == "string_type" and isinstance(given, Mapping):
+        if first["type"] == "string_type" and isinstance(given, Mapping) and first["loc"][-1] in _CHOICES:
             expected = "a name, such as 'zero:stage=2', or a mapping with name and options"
         if first["type"] == "model_type":
             expected = f"a mapping with {', '.join(_known_fields(model, (*first['loc'], '')))}"
