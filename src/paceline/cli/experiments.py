@@ -151,6 +151,9 @@ def run_experiment(arguments: argparse.Namespace) -> int:
         total = forecast.total_text(ahead.values(), rate)
         if stopping is not None and stopping.budget_s is not None:
             total = forecast.budget_text(ahead.values(), stopping.budget_s, rate)
+        elif all(run.is_bound for run in ahead.values()):
+            # The sum of all timeouts is dozens of times what a campaign takes.
+            total = "nothing like them ran here before; the time left is known after the first runs"
         print_hanging(screen, f"{len(ahead)} run{'' if len(ahead) == 1 else 's'} to do: {total}", 2)
     observer = display.observer_for(screen, rate, {one.spec.run_id: one.seconds for one in forecasts})
     paged = status_page.Paged(observer, arguments.out)
