@@ -25,7 +25,7 @@ class PacelineError(Exception):
 
 
 class RequestError(PacelineError):
-    """The request was wrong: says where, what was given and what was expected."""
+    """The request was wrong: says where, the value it got and what it expected."""
 
 
 DAMAGED = ": damaged: "

@@ -332,7 +332,7 @@ const Charts = (() => {
     return found;
   }
 
-  /** Lines at moments, each named at its top on the side with more room where no earlier one stands in the way. */
+  /** Lines at moments, each named at its top on the side with more room, unless an earlier name is there. */
   function uprights(rules, [low, high], room) {
     const places = [];
     for (const r of rules) {
