@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.models.shape import Shape
 from paceline.training.data.packing import IGNORED_LABEL as IGNORED_LABEL
-from paceline.training.mixture import Mixture
+from paceline.training.mixture import Mixture, Router
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Tensor cores prefer a vocabulary that is a multiple of 64; the padded rows never reach the loss.
@@ -280,6 +280,18 @@ def rounded(name: str, value: Tensor, compute: str, reseed: int = 0) -> Tensor:
         chance = _uniform(torch.arange(value.numel(), device=value.device), stream).view_as(value)
         value = value + chance * last_place / 2 * (value != 0)
     return value.to(DTYPES[compute]).to(torch.float32)
+
+
+def change_rounding(blocks: nn.Module, reseed: int) -> None:
+    """Let every layer inside the blocks round its 16-bit output differently in the last digit, as other kernels do, or
+    ranks that each round their part of a sum. The router of a mixture is left alone: its choices are compared."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        return lambda module, inputs, output: other_rounding(name, output, reseed)
+
+    for name, module in blocks.named_modules():
+        if not list(module.children()) and not isinstance(module, Router):
+            module.register_forward_hook(hook(name))
 
 
 def other_rounding(name: str, value: Tensor, reseed: int) -> Tensor:

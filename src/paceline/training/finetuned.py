@@ -30,8 +30,8 @@ from paceline.training.decoder import (
     INIT_STD,
     balance_loss,
     block_runner,
+    change_rounding,
     initial_values,
-    other_rounding,
     rounded,
 )
 from paceline.training.mixture import Mixture, recomputes
@@ -183,7 +183,9 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
     if tuning.has_adapters:
         _add_adapters(model, spec, device, reseed)
         if reseed:
-            _change_rounding(model.model.layers, reseed)
+            # Another rounding of the adapters alone would not show in the first step, where their product is zero, and
+            # little later.
+            change_rounding(model.model.layers, reseed)
     tuned = Tuned(model, spec, facts)
     # Before any forward: in eval mode bitsandbytes repacks 4-bit weights for a CPU, and then trains incorrectly.
     return tuned.train()
@@ -199,21 +201,6 @@ def _replace_mixtures(model: Any, shape: Shape) -> None:
         mixture.router.weight = theirs.gate.weight
         mixture.experts.inputs, mixture.experts.output = theirs.experts.gate_up_proj, theirs.experts.down_proj
         block.mlp = mixture
-
-
-def _change_rounding(blocks: nn.Module, reseed: int) -> None:
-    """Let every layer inside the blocks round its 16-bit output differently in the last digit, as other kernels do.
-
-    Another rounding of the adapters alone would not show in the first step, where their product is zero, and little
-    later.
-    """
-
-    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-        return lambda module, inputs, output: other_rounding(name, output, reseed)
-
-    for name, module in blocks.named_modules():
-        if not list(module.children()):
-            module.register_forward_hook(hook(name))
 
 
 def package(name: str, needed_by: str) -> Any:

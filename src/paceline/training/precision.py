@@ -65,6 +65,18 @@ def convert(blocks: nn.Module, precision: Precision, device: str, *, float8_all_
         layer.__class__, layer.precision = kind, precision.compute
 
 
+def round_as_plain_code(module: nn.Module) -> None:
+    """Let compiled code round to 16 bit wherever plain code does, if the module has 8-bit layers.
+
+    What is not rounded differs in its last digit, and after rounding to 8 bit some values differ by 6 %: on an H200 the
+    first gradient norm of llama-1b was 0.2 to 0.5 % off. The casts happen in registers and cost nothing.
+    """
+    if any(hasattr(layer, "precision") for layer in module.modules() if isinstance(layer, nn.Linear)):
+        import torch._inductor.config
+
+        torch._inductor.config.emulate_precision_casts = True
+
+
 def require_products(name: str, device: str) -> None:
     """UnsupportedError unless this device multiplies in this 8-bit format."""
     needed = MXFP8_CAPABILITY if name == "mxfp8" else FLOAT8[name][1]

@@ -20,11 +20,14 @@ class Options:
     """variants: loss trajectories to compute. All but the first re-seed what must not matter: the order of sequences in
     each global batch, and the rounding to 16 bit of initial weights or, with adapters, of activations. Their spread is
     the certificate's tolerance. least: steps to train however long they take; None for all. budget_s: stop after this
-    time beyond `least` steps; the certificate of later steps then rests on the other runs of the group."""
+    time beyond `least` steps; the certificate of later steps then rests on the other runs of the group. rounds_often:
+    a run of the group rounds at more or other points than plain code, so copies also round the outputs of layers
+    differently."""
 
     variants: int = 1
     least: int | None = None
     budget_s: float = 30.0
+    rounds_often: bool = False
 
     def __post_init__(self) -> None:
         require(self.variants >= 1, "reference.variants", self.variants, "a whole number from 1")
@@ -52,7 +55,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     for variant in range(options.variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device), matrix_products(spec.training.precision):
-            trainer = single.wrap(spec, seat, reseed=variant)
+            trainer = single.wrap(spec, seat, reseed=variant, rounds_often=options.rounds_often)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             if variant == 0:

@@ -34,6 +34,7 @@ from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
 from paceline.experiment import expansion, foreign, plugins
 from paceline.experiment.choices import Choice
+from paceline.experiment.layout import layout_of
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, Topology, WarmUp
 from paceline.host import trust
@@ -227,7 +228,8 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
             candidates = [reference_of(spec), *filter(None, [references.get(spec.work)])]
             smallest = min(reversed(candidates), key=lambda s: s.training.micro_batch)
             least = max(int(str(s.workload.options["least"])) for s in candidates)
-            workload = Choice("reference", {**smallest.workload.options, "least": least})
+            often = {"rounds_often": True} if any("rounds_often" in s.workload.options for s in candidates) else {}
+            workload = Choice("reference", {**smallest.workload.options, **often, "least": least})
             references[spec.work] = replace(smallest, workload=workload, steps=max(s.steps for s in candidates))
     return references
 
@@ -249,6 +251,8 @@ def reference_of(spec: RunSpec) -> RunSpec:
     variants = VARIANTS
     if training.precision.compute == "fp32":
         variants = 2 if spec.steps > FEW_STEPS else 1
+    options = {"variants": variants, "least": min(spec.reference_steps, spec.steps)}
+    options |= {"rounds_often": True} if rounds_often(spec) else {}
     launcher = spec.launcher
     if runs_here(spec):
         # On this host, options that change the arithmetic stay; those that divide the host among ranks do not.
@@ -256,7 +260,7 @@ def reference_of(spec: RunSpec) -> RunSpec:
         launcher = Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
     return replace(
         spec,
-        workload=Choice("reference", {"variants": variants, "least": min(spec.reference_steps, spec.steps)}),
+        workload=Choice("reference", options),
         strategy=None,
         topology=Topology(device=spec.topology.device),
         training=training,
@@ -269,6 +273,17 @@ def reference_of(spec: RunSpec) -> RunSpec:
         # A variable may change the arithmetic, so the reference runs without.
         env={},
     )
+
+
+def rounds_often(spec: RunSpec) -> bool:
+    """Whether an honest run rounds at more or other points than plain code, so that its reference's copies must, too.
+
+    Ranks that share a sum (tensor parallelism) or a softmax (context parallelism) round their parts to 16 bit. Rounding
+    to 8 bit turns a difference in the last of 16 bits, such as between two kernels, into one that is 16 times as large.
+    """
+    precision, layout = spec.training.precision, layout_of(spec)
+    splits = layout.tp > 1 or layout.cp > 1
+    return spec.tuning is None and (precision.is_8bit or (splits and precision.compute in ("bf16", "fp16")))
 
 
 # --- before the first run ---

@@ -17,9 +17,9 @@ from paceline.experiment.compilation import Compilation
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
 from paceline.training import finetuned
-from paceline.training.decoder import DTYPES, Decoder, fill
+from paceline.training.decoder import DTYPES, Decoder, change_rounding, fill
 from paceline.training.mixture import prepare_compiler
-from paceline.training.precision import compute_name, convert
+from paceline.training.precision import compute_name, convert, round_as_plain_code
 from paceline.training.strategies._optimizers import (
     LocalShards,
     Masters,
@@ -38,9 +38,9 @@ INITIAL_LOSS_SCALE = 2.0**16
 Subject: TypeAlias = Decoder | finetuned.Tuned
 
 
-def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0) -> Subject:
+def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0, *, rounds_often: bool = False) -> Subject:
     """The whole initialised module on this rank's device: the decoder in `dtype`, or the fine-tuned model, which has
-    its own dtypes (see `decoder.fill` for `reseed`)."""
+    its own dtypes (see `decoder.fill` for `reseed`). rounds_often: a reseed changes the outputs of layers, too."""
     if spec.tuning is not None:
         return finetuned.build(spec, seat.torch_device, reseed)
     decoder = build_decoder(spec, seat.torch_device)
@@ -50,6 +50,8 @@ def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0) -> Sub
 
     convert(decoder.blocks, spec.training.precision, seat.device)
     fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.base, copy, reseed)
+    if reseed and rounds_often:
+        change_rounding(decoder.blocks, reseed)
     return decoder.to(DTYPES[dtype])
 
 
@@ -68,6 +70,7 @@ def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: 
         return
     require_compiler()
     prepare_compiler(subject)
+    round_as_plain_code(subject)
     if isinstance(subject, finetuned.Tuned):
         finetuned.prepare_compiler(subject.checkpointing)
     elif not per_block and wanted.scope != "block" and not subject.shape.experts:

@@ -353,6 +353,7 @@ def checkpointing(stage: Stage, spec: RunSpec) -> None:
 def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spec: RunSpec) -> None:
     """Compile each block, or the whole stage under tensor parallelism, whose hooks belong in one graph."""
     from paceline.training.mixture import prepare_compiler
+    from paceline.training.precision import round_as_plain_code
     from paceline.training.strategies._torch import require_compiler
 
     wanted = spec.training.compilation
@@ -360,6 +361,7 @@ def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spe
         return
     require_compiler()
     prepare_compiler(stage)
+    round_as_plain_code(stage)
     if chosen.async_tp:
         import torch._inductor.config as inductor
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -249,6 +250,9 @@ def require_quantisation(deepspeed: Any, seat: Seat, chosen: Options) -> None:
                 f"qgz quantises gradients on two or more nodes only; {seat.world_size} ranks with {devices} GPUs on "
                 "this one would send them whole"
             )
+    # Its builder reads architectures as numbers, and fails at one with a suffix, such as 9.0a.
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d)[a-z]\b", r"\1", listed)
     builders = importlib.import_module("deepspeed.ops.op_builder.builder")
     try:
         deepspeed.ops.op_builder.QuantizerBuilder().load(verbose=False)

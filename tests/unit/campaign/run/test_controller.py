@@ -264,6 +264,32 @@ def test_references_have_reseeded_copies_where_rounding_matters(
     assert reference_of(spec).workload.options["variants"] == variants
 
 
+@pytest.mark.parametrize(
+    ("strategy", "precision", "often"),
+    [
+        ("ddp", "bf16", False),
+        ("mesh:tp=2", "bf16", True),
+        ("mesh:cp=2", "bf16", True),
+        ("mesh:tp=2", "fp32", False),
+        ("mesh:pp=2", "bf16", False),
+        ("ddp", "float8", True),
+    ],
+)
+def test_copies_round_more_often_where_honest_runs_do(
+    make_spec: Make, strategy: str, precision: str, often: bool
+) -> None:
+    spec = make_spec(strategy, 2, precision=precision)
+    assert reference_of(spec).workload.options.get("rounds_often", False) is often
+
+
+def test_one_run_that_rounds_more_often_is_enough_for_its_group(make_spec: Make) -> None:
+    # Two ranks of one replica, and two replicas: the same global batch.
+    asked = (("mesh:tp=2", 4), ("ddp", 2), ("fsdp2", 2))
+    specs = [make_spec(name, 2, precision="bf16", accumulation=accumulation) for name, accumulation in asked]
+    (reference,) = references_of(specs).values()
+    assert reference.workload.options["rounds_often"] is True
+
+
 def test_what_cannot_run_needs_no_reference(make_spec: Make) -> None:
     assert (
         references_of([make_spec("single", 2), make_spec("ddp", 2, model="mixtral-8x7b", compile="reduce-overhead")])
