@@ -183,9 +183,10 @@ def covered_by_slot(spans: Iterable[Span], begin: float, width: float, count: in
     return found
 
 
-# The least share of the communication whose dimension must be known; norms and losses belong to none.
+# The least share of the communication of which must be known where it belongs.
 LEAST_KNOWN = 0.9
-# Prefix of the profiler's ranges around what is sent over a mesh dimension.
+# Prefix of the profiler's ranges around what is sent over a mesh dimension; alone, over none. Norms and losses are sent
+# over all ranks, and wait for the slowest.
 _RANGE = "paceline:"
 # Prefix of calls of CUDA's runtime and driver (cudaLaunchKernelExC, cuLaunchKernelEx, cudaStreamSynchronize).
 _CALLS = "cu"
@@ -242,7 +243,7 @@ class DimensionProfile(Profile):
         super().add(event, origin_ns)
 
     def spans(self) -> dict[str, list[Span]]:
-        """When something was sent, by dimension."""
+        """When something was sent, by dimension; "" is none of them."""
         found: defaultdict[str, list[Span]] = defaultdict(list)
         starts = sorted(self.ranges)
         if self.device == "cuda":
@@ -295,7 +296,7 @@ _WAIT = "wait "
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """Put a range around every collective over a mesh dimension."""
+    """Put a range around every collective, with the name of its mesh dimension if it has one."""
     from torch.profiler import record_function
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -307,8 +308,8 @@ def _marked() -> Iterator[None]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(each, inner) for each in types):
                 return NotImplemented
-            dimension = group_of(args)[1] if func.namespace in ("c10d", "_c10d_functional") else ""
-            with record_function(_RANGE + dimension) if dimension else contextlib.nullcontext():
+            sends = func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func)
+            with record_function(_RANGE + group_of(args)[1]) if sends else contextlib.nullcontext():
                 return func(*args, **(kwargs or {}))
 
     with Mark():  # type: ignore[no-untyped-call]

@@ -161,6 +161,22 @@ def test_without_launches_a_kernel_belongs_to_its_operator() -> None:
     assert profile.spans() == {"tp": [(4.0, 5.0)]}
 
 
+def test_a_norm_over_all_ranks_is_known_to_belong_to_no_dimension() -> None:
+    """It waits for the slowest rank, so it may be most of what is sent."""
+    launch, norm = Event("cudaLaunchKernelExC", "CPU", 0.85, 0.86, 8), Event("paceline:", "CPU", 0.8, 0.9, 7)
+    kernels = (
+        Event("ncclDevKernel_AllReduce_Sum_bf16", "CUDA", 1.0, 2.0, 4, 2),
+        Event("ncclDevKernel_AllReduce_Sum_f32", "CUDA", 4.0, 9.0, 8, 2),
+    )
+    exposed = []
+    for known in ((), (norm,)):
+        profile = DimensionProfile("cuda", HostClock())
+        for event in (*STARTED, *LAUNCHES, launch, *known, *kernels):
+            profile.add(event)
+        exposed.append({s.dimension: s.exposed_s for s in profile.samples(0, 1, ("tp", "pp"))})
+    assert exposed == [{}, pytest.approx({"tp": 1.0, "pp": 0.0})]
+
+
 # --- classes of kernels ---
 
 
