@@ -3,7 +3,8 @@
 Prefill is compared with the achievable matrix-product rate, decode with the time that reading must take: every weight
 that a step multiplies with, and the keys and values of every context, once, at the achieved copy bandwidth (or the
 products at the matrix rate, where that takes longer). Decode is timed as the engine runs it: `eager`, one CUDA `graph`,
-`compiled` layers in one graph, and `tuned`, the same with inductor's coordinate descent. Tokens stay on the device
+`compiled` layers in one graph, `fused` kernels of our own in one graph, and `tuned`, compiled layers with inductor's
+coordinate descent. Tokens stay on the device
 between timed steps; `read_s` is a step whose tokens are read back, as a server must.
 
 Run `python benchmarks/decode.py [--model NAME] [--batches 1,8,32,128] [--json FILE]`. A row that fails says why, and
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from paceline.errors import UnsupportedError
 from paceline.host import machine
 from paceline.models import arithmetic
 from paceline.serving.replica import weights
@@ -140,6 +142,8 @@ class Bench:
         torch._inductor.config.coordinate_descent_tuning = variant == "tuned"
         if variant in ("compiled", "tuned"):
             decoding.compile_layers()
+        if variant == "fused" and not decoding.fuse():
+            raise UnsupportedError("this model and device have no fused step")
 
     def fill(self, decoding: Decoding, batch: int) -> None:
         together = max(1, PREFILL_TOKENS // self.asked.prompt)
@@ -179,14 +183,15 @@ def step_bytes(shape: arithmetic.Shape, element_bytes: int, batch: int, context:
     return arithmetic.matmul_parameters(shape) * element_bytes + batch * context * kept
 
 
-def measured(name: str, call: Callable[[], dict[str, Any]], deadline: float) -> dict[str, Any]:
+def measured(name: str, call: Callable[[], dict[str, Any]], deadline: float, clean: bool = True) -> dict[str, Any]:
     """A row, or why there is none."""
-    # What the row before held, graphs and keys, is in the way of this one.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     if time.monotonic() > deadline:
         return {"row": name, "error": "skipped: the time allowed is over"}
+    # What the row before held, graphs and keys, is in the way of this one.
+    if clean:
+        gc.collect()
+    if clean and torch.cuda.is_available():
+        torch.cuda.empty_cache()
     try:
         return {"row": name, **call()}
     except Exception as error:
@@ -208,7 +213,7 @@ def plan_of(bench: Bench, ceilings: dict[str, float]) -> Iterator[tuple[str, Cal
     asked = bench.asked
     for count in (1, max(1, PREFILL_TOKENS // asked.prompt) if bench.on_gpu else 4):
         yield f"prefill {count} x {asked.prompt}", partial(bench.prefill, ceilings, count, asked.prompt)
-    kinds = ("eager", "graph", "compiled", "tuned") if bench.on_gpu else ("eager", "compiled")
+    kinds = ("eager", "graph", "compiled", "fused", "tuned") if bench.on_gpu else ("eager", "compiled")
     for variant in (kind for kind in kinds if not asked.variants or kind in asked.variants.split(",")):
         for batch in map(int, asked.batches.split(",")):
             if variant != "tuned" or batch <= MOST_TUNED:
@@ -233,7 +238,9 @@ def main() -> int:
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--precision", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--batches", default="1,8,32,128")
-    parser.add_argument("--variants", default="", help="eager,graph,compiled,tuned; all that there are unless given")
+    parser.add_argument(
+        "--variants", default="", help="eager,graph,compiled,fused,tuned; all that there are unless given"
+    )
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=240.0, help="no row begins later than that")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,12 +43,13 @@ def sharpened_model(precision: str) -> Any:
     return model
 
 
-def answers(model: Any, compiled: bool, graph: bool) -> list[list[int]]:
+def answers(model: Any, compiled: bool, graph: bool, fused: bool = False) -> list[list[int]]:
     from paceline.serving.replica.decoding import Decoding, join_projections
 
     decoding = Decoding(join_projections(model), slots=4, length=128, reaches=(64, 128), heads=2, width=32)
     if compiled:
         decoding.compile_layers()
+    assert decoding.fuse() if fused else not decoding.is_fused
     decoding.warm_up(graph)
     rows = [2, 0, 3, 1]
     found = [[token] for token in decoding.read(rows, PROMPTS)]
@@ -82,18 +83,22 @@ def test_every_way_of_making_a_step_answers_as_a_plain_loop_does(compiled: bool,
 def test_bf16_answers_are_the_same_with_and_without_a_graph() -> None:
     model = sharpened_model("bf16")
     assert answers(model, False, True) == answers(model, False, False)
+    assert answers(model, False, True, fused=True) == answers(model, False, False, fused=True)
 
 
-@pytest.mark.parametrize(("compiled", "graph"), [(False, False), (True, False), (True, True)])
-def test_bf16_answers_are_the_best_that_fp32_knows_within_rounding(compiled: bool, graph: bool) -> None:
-    """With FlashAttention's kernel. Rounding to bf16 moves a score of this model by 0.05 standard deviations of all
-    scores, at most by 0.2; any token but a few is two or more behind the best."""
+@pytest.mark.parametrize(
+    ("compiled", "graph", "fused"),
+    [(False, False, False), (True, False, False), (True, True, False), (False, False, True), (False, True, True)],
+)
+def test_bf16_answers_are_the_best_that_fp32_knows_within_rounding(compiled: bool, graph: bool, fused: bool) -> None:
+    """With our attention, and with all of our kernels. Rounding to bf16 moves a score of this model by 0.05 standard
+    deviations of all scores, at most by 0.2; any token but a few is two or more behind the best."""
     import torch
 
     model = sharpened_model("bf16")
     exact = copy.deepcopy(model).float()
     behind = []
-    for prompt, answer in zip(PROMPTS, answers(model, compiled, graph), strict=True):
+    for prompt, answer in zip(PROMPTS, answers(model, compiled, graph, fused), strict=True):
         with torch.inference_mode():
             scores = exact(input_ids=torch.tensor([prompt + answer], device="cuda"), use_cache=False).logits[0]
         for place, token in enumerate(answer, start=len(prompt) - 1):
@@ -102,19 +107,25 @@ def test_bf16_answers_are_the_best_that_fp32_knows_within_rounding(compiled: boo
     assert max(behind) < 0.4
 
 
+@pytest.mark.parametrize("kernel", ["split", "flash"])
 @pytest.mark.parametrize(("places", "length", "width", "heads"), [(5, 192, 64, 2), (5, 192, 64, 8), (2, 2048, 128, 2)])
 def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
-    places: int, length: int, width: int, heads: int
+    kernel: str, places: int, length: int, width: int, heads: int
 ) -> None:
     """Against products in fp32, with other places' keys right behind. Few places with long contexts and shared key
     heads are divided among processors; reaches are shorter than the room of a place, too."""
     import torch
 
-    from paceline.serving.replica import decoding
+    from paceline.serving.replica import decoding, fused
 
     torch.manual_seed(0)
     positions = torch.linspace(0, length // 2 - 1, places, device="cuda").long()
     current = decoding.Pass(positions, torch.arange(places, device="cuda"), length)
+    if kernel == "split":
+        current.split = fused.split_attention(
+            torch.bfloat16, positions.device, places, heads, 8 // heads, width, length
+        )
+        assert current.split is not None
     current.used = (positions + 1).int()
     assert decoding.has_flash(torch.bfloat16, positions.device, width)
     cache = decoding.KeyValueCache((places, length, heads, width), torch.bfloat16, positions.device, current)
@@ -131,6 +142,63 @@ def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
             scores = torch.einsum("hd,nhd->hn", query[place, :, 0].float(), keys) / width**0.5
             expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values)
             torch.testing.assert_close(found[place, :, 0].float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 128])
+@pytest.mark.parametrize("early", [False, True])
+def test_our_products_agree_with_fp32(rows: int, early: bool) -> None:
+    """With the norm before, the activation after, and the sum after it, and weights fetched ahead."""
+    import torch
+    from torch.nn import functional as F
+
+    from paceline.serving.replica import kernels
+    from paceline.serving.replica.plans import Tile
+
+    if early and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels that start early need the Hopper generation")
+    torch.manual_seed(0)
+    drawn = {"device": "cuda", "dtype": torch.bfloat16}
+    given, weight = torch.randn(rows, 512, **drawn), torch.randn(768, 512, **drawn) / 512**0.5
+    scales = torch.rand(512, **drawn) + 0.5
+    normed = torch.empty_like(given)
+    ahead = kernels.Ahead.of(weight, 1 << 18)
+    assert ahead is not None
+    kernels.normalise(given, scales, normed, 1e-5, early=early, ahead=ahead)
+    exact = F.rms_norm(given.float(), (512,), scales.float(), 1e-5)
+    torch.testing.assert_close(normed.float(), exact, rtol=1e-2, atol=1e-2)
+    gate, other = (exact @ weight.float().t()).chunk(2, dim=1)
+    active = torch.empty(rows, 384, **drawn)
+    kernels.gate(torch.cat((gate, other), dim=1).to(torch.bfloat16), active, early=early, ahead=ahead)
+    torch.testing.assert_close(active.float(), F.silu(gate) * other, rtol=2e-2, atol=2e-2)
+
+    def check(multiply: Callable[..., None], tile: Tile, asked: torch.Tensor, more: dict[str, Any]) -> None:
+        active.zero_()
+        multiply(asked, weight, active, tile, gated=True, early=early, **more)
+        torch.testing.assert_close(active.float(), F.silu(gate) * other, rtol=2e-2, atol=2e-2)
+        joined = torch.randn(rows, 768, **drawn)
+        expected = joined.float() + given.float() @ weight.float().t()
+        multiply(given, weight, joined, tile, adds=True, early=early)
+        torch.testing.assert_close(joined.float(), expected, rtol=2e-2, atol=2e-2)
+
+    for parts in (1, 2, 4):
+        check(kernels.multiply, Tile(64, 128, parts, 3, 4), normed, {})
+    if rows == 1:
+        check(kernels.multiply_one, Tile(4, 256, 0, 0, 4), given, {"scales": scales, "epsilon": 1e-5})
+
+
+def test_the_best_token_is_chosen_and_positions_stay_within_their_slot() -> None:
+    import torch
+
+    from paceline.serving.replica import kernels
+
+    torch.manual_seed(0)
+    scores = torch.randn(7, 32_003, device="cuda").to(torch.bfloat16)
+    tokens, positions = torch.zeros(7, 1, dtype=torch.long, device="cuda"), torch.arange(7, device="cuda")
+    choice = kernels.Choice(7, 32_003, scores.device)
+    for _ in range(2):
+        choice(scores, tokens, positions, 6)
+        assert torch.equal(scores.gather(1, tokens), scores.amax(dim=1, keepdim=True))
+    assert positions.tolist() == [2, 3, 4, 5, 6, 6, 6]
 
 
 RUN = """

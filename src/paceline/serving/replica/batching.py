@@ -108,11 +108,11 @@ class Batching:
         return admitted
 
     def groups(self, admitted: Sequence[tuple[int, BatchedRequest]]) -> Iterator[list[tuple[int, BatchedRequest]]]:
-        """Requests whose prompts are read together: in order, up to `prefill_tokens` with padding."""
+        """Requests whose prompts are read together, up to `prefill_tokens` with padding: short prompts first, so that
+        little padding is read. Which requests are admitted does not depend on their length, so none waits for ever."""
         group: list[tuple[int, BatchedRequest]] = []
-        for pair in admitted:
-            longest = max(len(request.prompt) for _, request in [*group, pair])
-            if group and longest * (len(group) + 1) > self.settings.prefill_tokens:
+        for pair in sorted(admitted, key=lambda pair: len(pair[1].prompt)):
+            if group and len(pair[1].prompt) * (len(group) + 1) > self.settings.prefill_tokens:
                 yield group
                 group = []
             group.append(pair)

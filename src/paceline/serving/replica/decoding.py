@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.errors import UnsupportedError
+from paceline.serving.replica.fused import FusedStep, is_fusible, split_attention
+from paceline.serving.replica.plans import Plan
 
 WARM_STEPS = 3
 # A single prompt up to MOST_REPLAYED tokens is padded to a multiple of PROMPT_MULTIPLE and replayed as a CUDA graph.
@@ -51,7 +53,11 @@ class Decoding:
         self.tokens = torch.zeros((slots, 1), dtype=torch.long, device=self.device)
         self._columns = torch.arange(length, device=self.device)
         self.current = Pass(self.positions, torch.arange(slots, device=self.device), length)
-        self._flash = has_flash(self.dtype, self.device, width)
+        shared = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+        group = model.config.num_attention_heads // shared
+        self.current.split = split_attention(self.dtype, self.device, slots, heads, group, width, length)
+        self._flash = self.current.split is None and has_flash(self.dtype, self.device, width)
+        self._fused: FusedStep | None = None
         self._graphs: dict[int, Callable[[], None]] = {}
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
         # A single prompt, padded: its tokens, length and slot, and the first token of its answer.
@@ -72,8 +78,14 @@ class Decoding:
 
     @property
     def attention(self) -> str:
-        """The attention of a step: FlashAttention's kernel for decoding, or torch's choice among its kernels."""
+        """The attention of a step: our kernel, FlashAttention's for decoding, or torch's choice among its kernels."""
+        if self.current.split is not None:
+            return "split"
         return "flash" if self._flash else "sdpa"
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused is not None
 
     @property
     def layers(self) -> Any:
@@ -136,10 +148,15 @@ class Decoding:
 
     @torch.inference_mode()
     def _advance(self, reach: int) -> None:
+        if self._fused is not None:
+            self._fused.advance()
+            return
         current = self.current
         current.reach = reach
         # Computed once a step, for all layers.
-        if self._flash:
+        if current.split is not None:
+            pass
+        elif self._flash:
             current.used = (self.positions + 1).int()
         else:
             # Added to the scores: with a mask of booleans, every layer would convert it to numbers.
@@ -151,6 +168,13 @@ class Decoding:
         self.positions.add_(1).clamp_(max=self.length - 1)
 
     # --- before the first request ---
+
+    def fuse(self, plan: Plan | None = None) -> bool:
+        """Compute steps with few kernels of our own, if the model and the device allow it; prompts are not affected."""
+        if not is_fusible(self.model):
+            return False
+        self._fused = FusedStep(self.model, self.tokens, self.positions, self.length, plan)
+        return True
 
     def compile_layers(self) -> None:
         """Compile each layer by itself: all have the same code, so one compilation per reach serves the whole model."""
@@ -169,6 +193,10 @@ class Decoding:
                 advance()
             if graph:
                 self._graphs[reach] = captured(advance)
+            if self._fused is not None:
+                # It looks back as far as each slot needs.
+                self._graphs = dict.fromkeys(self.reaches, self._graphs[reach]) if graph else {}
+                break
         if graph:
             self._prompt_length.fill_(1)
             # Prompts are read one after another and leave nothing in the memory of their graphs, so these share it.
@@ -200,8 +228,8 @@ class Pass:
     """What every layer needs to know about the current pass. slots: the number of each slot. rows: the slots whose
     prompts are read, None in a step. positions: the next position of each slot. reach: how many columns a step reads.
 
-    A step sets one of two, depending on its kernel. mask: 0 for columns that count, otherwise minus infinity. used: how
-    many columns of each slot count.
+    A step uses one of three, depending on its kernel. mask: 0 for columns that count, otherwise minus infinity. used:
+    how many columns of each slot count. split: the number of our own attention, which needs the positions alone.
     """
 
     positions: Tensor
@@ -211,6 +239,7 @@ class Pass:
     reach: int = 0
     mask: Tensor | None = None
     used: Tensor | None = None
+    split: int | None = None
 
     def __post_init__(self) -> None:
         # One token per slot, and where each slot begins among all cached tokens.
@@ -261,6 +290,10 @@ def step_attention(cache: KeyValueCache, query: Tensor, key: Tensor, value: Tens
     current = cache.current
     cache.keys[current.slots, current.positions] = key[:, :, 0]
     cache.values[current.slots, current.positions] = value[:, :, 0]
+    if current.split is not None:
+        attended = torch.ops.paceline.split_attention
+        mixed = attended(query[:, :, 0], cache.keys, cache.values, current.positions, scaling, current.split)
+        return mixed[:, :, None]  # type: ignore[no-any-return]
     if current.used is not None:
         # torch's own operator: `scaled_dot_product_attention` has no argument for how much of a slot counts.
         keys, values = (part.flatten(0, 1) for part in (cache.keys, cache.values))

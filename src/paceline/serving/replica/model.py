@@ -50,7 +50,7 @@ def run(settings: Settings, rank: int, channel: Channel | None, meeting: Meeting
             heads=settings.shape.kv_heads // settings.tensor_parallel,
             width=settings.shape.head_dim,
         )
-        if settings.compiled:
+        if settings.compiled and not decoding.fuse():
             decoding.compile_layers()
         decoding.warm_up(settings.graph)
     if channel is not None:
@@ -97,7 +97,7 @@ def facts(settings: Settings, decoding: Decoding) -> dict[str, Any]:
         "projections": "joined" if is_joined(decoding.model) else "separate",
         "kv_cache": "static",
         "prefix_caching": False,
-        "compiled": "layers" if settings.compiled else "none",
+        "compiled": "none" if not settings.compiled else "fused" if decoding.is_fused else "layers",
         "cuda_graph": settings.graph,
         "weights": "pretrained" if settings.is_directory else "random",
         **({"nodes": settings.nodes} if settings.nodes > 1 else {}),

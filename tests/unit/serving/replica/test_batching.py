@@ -77,7 +77,17 @@ def test_a_step_reaches_as_far_as_the_longest_context() -> None:
 def test_prompts_are_read_together_up_to_the_tokens_allowed_padding_included() -> None:
     batching = Batching(settings(max_batch=4, prefill_tokens=10))
     come = [(place, guest(place, prompt=size)) for place, size in enumerate((3, 5, 3, 20))]
-    assert [[place for place, _ in group] for group in batching.groups(come)] == [[0, 1], [2], [3]]
+    assert [[place for place, _ in group] for group in batching.groups(come)] == [[0, 2], [1], [3]]
+
+
+def test_prompts_of_similar_lengths_are_read_together_and_none_is_passed_over() -> None:
+    batching = Batching(settings(max_batch=4, prefill_tokens=400))
+    for number, size in enumerate((200, 10, 200, 12, 5)):
+        batching.arrive(guest(number, prompt=size))
+    admitted = batching.admit()
+    assert [request.number for _, request in admitted] == [0, 1, 2, 3], "the fifth is short, but it came last"
+    groups = [[request.number for _, request in group] for group in batching.groups(admitted)]
+    assert groups == [[1, 3], [0, 2]]
 
 
 class Counting:

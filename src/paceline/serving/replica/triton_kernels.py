@@ -1,0 +1,412 @@
+"""Triton kernels of a decode step. Each reads what must be read once, and does the small work around it on the way.
+
+The kernels of a step follow one another so closely that starting them costs as much as some of them take. Launched with
+`early`, a kernel starts while the one before it still runs; `griddepcontrol.wait` holds it before it reads a result.
+Every kernel waits, also one that needs nothing of the kernel just before it: what it needs is older, and finished.
+"""
+
+# Triton's language has no types that mypy knows.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Elements of 16 bits in a line of the cache.
+LINE = tl.constexpr(64)
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """The next kernel may start; this one waits until the one before it has ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def touch(at):
+    """Bring lines into the cache of all processors. Nothing waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch(weight, number, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Bring the first columns of some rows of a weight into the cache of all processors."""
+    row = ((number * ROWS + tl.arange(0, ROWS)) % OUTPUTS).to(tl.int64)
+    lines: tl.constexpr = COLUMNS // LINE
+    touch(weight + row[:, None] * INPUTS + (tl.arange(0, lines) * LINE)[None, :])
+
+
+@triton.jit
+def rotated(base, cosines, sines, offsets, turned, sign, mask):
+    straight = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+    across = tl.load(base + turned, mask=mask, other=0.0).to(tl.float32)
+    return straight * cosines + across * sign * sines
+
+
+@triton.jit
+def attend(
+    query,
+    key,
+    value,
+    cosines,
+    sines,
+    keys,
+    values,
+    positions,
+    out,
+    partial,
+    maxima,
+    sums,
+    arrived,
+    ahead,
+    slots,
+    scale,
+    query_slot,
+    key_slot,
+    value_slot,
+    slot_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    STORES: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD_OUTPUTS: tl.constexpr,
+    AHEAD_INPUTS: tl.constexpr,
+    AHEAD_COLUMNS: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+):
+    """One token of one slot against one split of what the slot has cached, for all query heads of a key head.
+
+    STORES: query and key are not rotated yet, and key and value not in the cache; otherwise the cache has them.
+    """
+    head, split, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if AHEAD_COLUMNS > 0:  # noqa: SIM102 - known to the compiler, which then drops the rest
+        if slot >= slots:
+            number = ((slot - slots) * SPLITS + split) * HEADS + head
+            fetch(ahead, number, AHEAD_OUTPUTS, AHEAD_INPUTS, AHEAD_COLUMNS, AHEAD_ROWS)
+            return
+    # What is cached and how far does not depend on the kernels just before.
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions + slot).to(tl.int32)
+    cached = position if STORES else position + 1
+    length = tl.cdiv(tl.cdiv(cached, SPLITS), MULTIPLE) * MULTIPLE
+    active = tl.maximum(tl.cdiv(cached, tl.maximum(length, 1)), 1)
+    if split >= active:
+        return
+    first = split * length
+    last = tl.minimum(first + length, cached)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    cell = row[:, None] * WIDTH + column[None, :]
+    real = (row < GROUP)[:, None] & (column >= 0)[None, :]
+    within = tl.arange(0, TILE)
+    cache_at = slot.to(tl.int64) * slot_stride + head * head_stride
+    if EARLY:
+        lines: tl.constexpr = (WIDTH + LINE - 1) // LINE
+        early = tl.maximum(tl.minimum(first + within, last - 1), 0).to(tl.int64)
+        line_at = cache_at + early[:, None] * token_stride + (tl.arange(0, lines) * LINE)[None, :]
+        touch(keys + line_at)
+        touch(values + line_at)
+        tl.extra.cuda.gdc_wait()
+    query_at = query + slot.to(tl.int64) * query_slot + head * GROUP * WIDTH
+    if STORES:
+        half: tl.constexpr = WIDTH // 2
+        turned = tl.where(column < half, column + half, column - half)
+        sign = tl.where(column < half, -1.0, 1.0)
+        cosine = tl.load(cosines + position * WIDTH + column).to(tl.float32)
+        sine = tl.load(sines + position * WIDTH + column).to(tl.float32)
+        across = row[:, None] * WIDTH + turned[None, :]
+        asked = rotated(query_at, cosine[None, :], sine[None, :], cell, across, sign[None, :], real)
+        key_at = key + slot.to(tl.int64) * key_slot + head * WIDTH
+        own_key = rotated(key_at, cosine, sine, column, turned, sign, column >= 0).to(keys.dtype.element_ty)
+        own_value = tl.load(value + slot.to(tl.int64) * value_slot + head * WIDTH + column)
+        asked = asked.to(keys.dtype.element_ty)
+        mine = split == 0
+        place = cache_at + position.to(tl.int64) * token_stride + column
+        tl.store(keys + place, own_key, mask=(column >= 0) & mine)
+        tl.store(values + place, own_value, mask=(column >= 0) & mine)
+        own_score = tl.sum(asked.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1) * scale
+        highest = tl.where(mine, own_score, float("-inf"))
+        total = tl.where(mine, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
+        mixed = tl.where(mine, 1.0, 0.0) * own_value.to(tl.float32)[None, :] + tl.zeros([ROWS, WIDTH], tl.float32)
+    else:
+        asked = tl.load(query_at + cell, mask=real, other=0.0)
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
+        token = start + within
+        known = token < last
+        at = cache_at + token.to(tl.int64)[:, None] * token_stride + column[None, :]
+        tile = tl.load(keys + at, mask=known[:, None], other=0.0)
+        score = tl.dot(asked, tl.trans(tile)) * scale
+        score = tl.where(known[None, :], score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        share = tl.exp2(score - higher[:, None])
+        shrunk = tl.exp2(highest - higher)
+        total = total * shrunk + tl.sum(share, axis=1)
+        tile = tl.load(values + at, mask=known[:, None], other=0.0)
+        mixed = tl.dot(share.to(tile.dtype), tile, mixed * shrunk[:, None])
+        highest = higher
+    out_at = (slot * HEADS + head) * GROUP * WIDTH
+    if SPLITS == 1:
+        tl.store(out + out_at + cell, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+    else:
+        group = slot * HEADS + head
+        piece = group * SPLITS + split
+        tl.store(partial + piece * GROUP * WIDTH + cell, mixed, mask=real)
+        tl.store(maxima + piece * GROUP + row, highest, mask=row < GROUP)
+        tl.store(sums + piece * GROUP + row, total, mask=row < GROUP)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + group, 1, sem="acq_rel")
+        # The last one to arrive puts the splits together.
+        if before == active - 1:
+            tl.store(arrived + group, 0)
+            part = tl.arange(0, SPLITS_2)
+            few = tl.arange(0, FEW)
+            there = (part < active)[:, None] & (few < GROUP)[None, :]
+            at = (group * SPLITS + part)[:, None] * GROUP + few[None, :]
+            tops = tl.load(maxima + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            tops = tl.where((few < GROUP)[None, :], tops, 0.0)
+            weights = tl.exp2(tops - tl.max(tops, axis=0)[None, :])
+            whole = tl.sum(weights * tl.load(sums + at, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+            whole = tl.where(few < GROUP, whole, 1.0)
+            cells = at[:, :, None] * WIDTH + column[None, None, :]
+            pieces = tl.load(
+                partial + cells, mask=there[:, :, None] & (column >= 0)[None, None, :], other=0.0, cache_modifier=".cg"
+            )
+            result = tl.sum(pieces * weights[:, :, None], axis=0) / whole[:, None]
+            to = out + out_at + few[:, None] * WIDTH + column[None, :]
+            tl.store(to, result.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & (column >= 0)[None, :])
+
+
+@triton.jit
+def multiply(
+    given,
+    weight,
+    out,
+    count,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """out = given @ weight.T for few rows of `given`, on tensor cores. GATED: weight has the rows of the gate and then
+    those of the other half; out is silu(gate) * other. ADDS: added to what out has.
+
+    The inputs of an iteration are divided in PARTS, each summed by other warps: with so few rows there is nothing else
+    to divide, and one warp alone would add them all, one after another.
+    """
+    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Weights do not depend on the kernel before.
+        lines: tl.constexpr = 2 * DEPTH // LINE
+        line_at = output.to(tl.int64)[:, None] * INPUTS + (tl.arange(0, lines) * LINE)[None, :]
+        touch(weight + line_at)
+        if GATED:
+            touch(weight + OUTPUTS * INPUTS + line_at)
+        tl.extra.cuda.gdc_wait()
+    row = tl.arange(0, ROWS)
+    taken = row < count
+    if PARTS == 1:
+        depth = tl.arange(0, DEPTH)
+        sums = tl.zeros([BLOCK, ROWS], tl.float32)
+        others = tl.zeros([BLOCK, ROWS], tl.float32)
+        at = weight + output.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+        of = given + row[None, :] * INPUTS + depth[:, None]
+        known = taken[None, :] & (depth >= 0)[:, None]
+    else:
+        depth = tl.arange(0, PARTS)[:, None] * (DEPTH // PARTS) + tl.arange(0, DEPTH // PARTS)[None, :]
+        sums = tl.zeros([PARTS, BLOCK, ROWS], tl.float32)
+        others = tl.zeros([PARTS, BLOCK, ROWS], tl.float32)
+        at = weight + output.to(tl.int64)[None, :, None] * INPUTS + depth[:, None, :]
+        of = given + row[None, None, :] * INPUTS + depth[:, :, None]
+        known = taken[None, None, :] & (depth >= 0)[:, :, None]
+    for start in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
+        tile = tl.load(of + start, mask=known, other=0.0)
+        sums = tl.dot(tl.load(at + start), tile, sums)
+        if GATED:
+            others = tl.dot(tl.load(at + (OUTPUTS * INPUTS + start)), tile, others)
+    if PARTS > 1:
+        sums = tl.sum(sums, axis=0)
+        others = tl.sum(others, axis=0)
+    if GATED:
+        sums = sums / (1.0 + tl.exp(-sums)) * others
+    to = out + row[None, :] * OUTPUTS + output[:, None]
+    mask = taken[None, :] & (output >= 0)[:, None]
+    if ADDS:
+        sums += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def multiply_one(
+    given,
+    weight,
+    scales,
+    out,
+    epsilon,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`_multiply` for a single row. Weights do not depend on the kernel before: some are read while it ends."""
+    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    depth = tl.arange(0, DEPTH)
+    at = weight + output.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+    sums = tl.zeros([BLOCK, DEPTH], tl.float32)
+    others = tl.zeros([BLOCK, DEPTH], tl.float32)
+    squares = tl.zeros([DEPTH], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.load(at)
+    other = tile
+    if GATED:
+        other = tl.load(at + OUTPUTS * INPUTS)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    for step in tl.static_range(0, INPUTS // DEPTH):
+        if step > 0:
+            tile = tl.load(at + step * DEPTH)
+            if GATED:
+                other = tl.load(at + (OUTPUTS * INPUTS + step * DEPTH))
+        number = tl.load(given + step * DEPTH + depth).to(tl.float32)
+        if NORMED:
+            squares += number * number
+            number *= tl.load(scales + step * DEPTH + depth).to(tl.float32)
+        sums += tile.to(tl.float32) * number[None, :]
+        if GATED:
+            others += other.to(tl.float32) * number[None, :]
+    found = tl.sum(sums, axis=1)
+    norm = tl.rsqrt(tl.sum(squares, axis=0) / INPUTS + epsilon)
+    if NORMED:
+        found *= norm
+    if GATED:
+        beside = tl.sum(others, axis=1)
+        if NORMED:
+            beside *= norm
+        found = found / (1.0 + tl.exp(-found)) * beside
+    if ADDS:
+        found += tl.load(out + output).to(tl.float32)
+    tl.store(out + output, found.to(out.dtype.element_ty))
+
+
+@triton.jit
+def normalise(
+    given,
+    scales,
+    out,
+    ahead,
+    rows,
+    epsilon,
+    WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD_OUTPUTS: tl.constexpr,
+    AHEAD_INPUTS: tl.constexpr,
+    AHEAD_COLUMNS: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if AHEAD_COLUMNS > 0:  # noqa: SIM102 - known to the compiler, which then drops the rest
+        if row >= rows:
+            fetch(ahead, row - rows, AHEAD_OUTPUTS, AHEAD_INPUTS, AHEAD_COLUMNS, AHEAD_ROWS)
+            return
+    begin(EARLY)
+    column = tl.arange(0, WIDTH_2)
+    mask = column < WIDTH
+    number = tl.load(given + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    number *= tl.rsqrt(tl.sum(number * number, axis=0) / WIDTH + epsilon)
+    number *= tl.load(scales + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, number.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate(
+    given,
+    out,
+    ahead,
+    programs,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD_OUTPUTS: tl.constexpr,
+    AHEAD_INPUTS: tl.constexpr,
+    AHEAD_COLUMNS: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if AHEAD_COLUMNS > 0:  # noqa: SIM102 - known to the compiler, which then drops the rest
+        if program >= programs:
+            fetch(ahead, program - programs, AHEAD_OUTPUTS, AHEAD_INPUTS, AHEAD_COLUMNS, AHEAD_ROWS)
+            return
+    begin(EARLY)
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = program // blocks
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    first = tl.load(given + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(given + (row * 2 + 1) * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (first / (1.0 + tl.exp(-first)) * second).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def choose(
+    logits,
+    tokens,
+    positions,
+    best,
+    where,
+    arrived,
+    most,
+    VOCABULARY: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The best token of each slot, and the position of the next."""
+    begin(EARLY)
+    part, slot = tl.program_id(0), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    at = logits + slot.to(tl.int64) * VOCABULARY + column
+    score = tl.load(at, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
+    highest, index = tl.max(score, axis=0, return_indices=True)
+    tl.store(best + slot * PARTS + part, highest)
+    tl.store(where + slot * PARTS + part, part * BLOCK + index)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(arrived + slot, 0)
+        parts = tl.arange(0, PARTS)
+        bests = tl.load(best + slot * PARTS + parts, cache_modifier=".cg")
+        places = tl.load(where + slot * PARTS + parts, cache_modifier=".cg")
+        first = tl.min(tl.where(bests == tl.max(bests, axis=0), places, VOCABULARY), axis=0)
+        tl.store(tokens + slot, first.to(tl.int64))
+        # The position of a free slot advances too; it must stay within its row.
+        tl.store(positions + slot, tl.minimum(tl.load(positions + slot) + 1, most))

@@ -1,0 +1,154 @@
+"""Fused steps beside a plain loop. Triton has no CPU: plain torch computes what the kernels do (see tests/gpu)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.serving import replica
+from paceline.serving.replica import fused, plans, weights
+from paceline.serving.replica.decoding import Decoding, join_projections
+from paceline.serving.replica.plans import PRODUCTS, Division, Plan, Tile
+from paceline.serving.replica.settings import Settings
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'paceline[finetune]'")
+LLAMA = Settings(engine="transformers", model="tiny-llama", max_batch=4, max_length=64)
+PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 11, [1, 2]]
+SIZES = {"attention_in": (6144, 4096), "attention_out": (4096, 4096), "mlp_in": (14336, 4096), "mlp_out": (4096, 14336)}
+
+
+def opened(settings: Settings, joins: bool = True) -> Decoding:
+    """Larger weights than drawn ones, which would give nearly the same token for ever."""
+    model = weights.open_model(settings, 0, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    shape = settings.shape
+    model = join_projections(model) if joins else model
+    return Decoding(model, slots=4, length=64, reaches=(64,), heads=shape.kv_heads, width=shape.head_dim)
+
+
+class Attention:
+    def __init__(self, _slots: int, heads: int, group: int, width: int, _division: Division, _device: Any) -> None:
+        self.size = heads, group, width
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, out: Tensor, scale: float, **more: Any
+    ) -> None:
+        heads, group, width = self.size
+        key, value, cosines, sines = more["new"]
+        for slot, position in enumerate(positions.tolist()):
+
+            def rotated(part: Tensor, position: int = position) -> Tensor:
+                low, high = part.chunk(2, dim=-1)
+                return part * cosines[position] + torch.cat((-high, low), dim=-1) * sines[position]
+
+            keys[slot, position] = rotated(key[slot].view(heads, width))
+            values[slot, position] = value[slot].view(heads, width)
+            asked = rotated(query[slot].view(heads, group, width))
+            scores = torch.einsum("hgd,nhd->hgn", asked, keys[slot, : position + 1]) * scale
+            mixed = torch.einsum("hgn,nhd->hgd", scores.softmax(dim=-1), values[slot, : position + 1])
+            out[slot] = mixed.flatten()
+
+
+class Choice:
+    def __init__(self, *_sizes: Any) -> None: ...
+
+    def __call__(self, logits: Tensor, tokens: Tensor, positions: Tensor, most: int, early: bool) -> None:
+        tokens.copy_(logits.argmax(dim=-1, keepdim=True))
+        positions.add_(1).clamp_(max=most)
+
+
+def normalise(given: Tensor, scales: Tensor, out: Tensor, epsilon: float, **_more: Any) -> None:
+    out.copy_(F.rms_norm(given, given.shape[1:], scales, epsilon))
+
+
+def gate(given: Tensor, out: Tensor, **_more: Any) -> None:
+    first, second = given.chunk(2, dim=1)
+    out.copy_(F.silu(first) * second)
+
+
+def multiply(given: Tensor, weight: Tensor, out: Tensor, tile: Tile, **more: Any) -> None:
+    if more.get("scales") is not None:
+        given = F.rms_norm(given, given.shape[1:], more["scales"], more["epsilon"])
+    found = given @ weight.t()
+    if more.get("gated"):
+        gate(found.clone(), found := torch.empty_like(out))
+    out.copy_(out + found if more.get("adds") else found)
+
+
+STAND_IN = SimpleNamespace(
+    SplitAttention=Attention,
+    Choice=Choice,
+    Ahead=SimpleNamespace(of=lambda _weight, _most: None),
+    normalise=normalise,
+    gate=gate,
+    multiply=multiply,
+    multiply_one=multiply,
+)
+
+
+@pytest.mark.parametrize("parts", [None, 0, 2])
+def test_fused_steps_answer_as_a_plain_loop_does(parts: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's products and with both of ours; a slot is filled while others go on."""
+    tiles = {} if parts is None else dict.fromkeys(PRODUCTS, Tile(16, 32, parts, 2, 4))
+    monkeypatch.setattr(replica, "kernels", STAND_IN, raising=False)
+    monkeypatch.setattr(fused, "is_fusible", lambda model: True)
+    decoding = opened(LLAMA)
+    expected = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(6):
+                decoding.current.rows = torch.tensor([0])
+                padded = torch.tensor([tokens])
+                tokens.append(int(decoding.model(input_ids=padded, use_cache=False).logits[0, -1].argmax()))
+        decoding.current.rows = None
+        expected.append(tokens[len(prompt) :])
+    assert len({token for answer in expected for token in answer}) > 8
+    plan = Plan(Division(1, 16, 2, 4), tiles, early=False)
+    step = fused.FusedStep(decoding.model, decoding.tokens, decoding.positions, 64, plan)
+    decoding._fused = step
+    rows = [2, 0, 3]
+    found = {row: [token] for row, token in zip(rows, decoding.read(rows, PROMPTS[:3]), strict=True)}
+    for number in range(6):
+        if number == 1:
+            found[1] = decoding.read([1], PROMPTS[3:])
+        for row, token in enumerate(decoding.step(64)):
+            found.setdefault(row, []).append(token)
+    assert [found[row][:6] for row in (*rows, 1)] == [*expected[:3], expected[3]]
+
+
+def test_other_layers_keep_their_own_code() -> None:
+    decoding = opened(LLAMA)
+    assert fused.has_known_layers(decoding.model)
+    assert not decoding.fuse(), "this is no GPU"
+    assert not fused.has_known_layers(opened(LLAMA, joins=False).model)
+    assert not fused.has_known_layers(opened(replace(LLAMA, model="tiny")).model)
+    # As tensor parallelism sums over processes.
+    decoding.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output)
+    assert not fused.has_known_layers(decoding.model)
+
+
+@pytest.mark.parametrize(("slots", "splits"), [(1, 32), (8, 8), (32, 2), (128, 1)])
+def test_long_contexts_are_divided_where_processors_would_be_idle(slots: int, splits: int) -> None:
+    assert plans.plan_of(SIZES, slots, 8, 2048, 132, True).attention.splits == splits
+
+
+def test_short_contexts_are_not_divided_below_a_tile() -> None:
+    assert Division.of(8, 132, 64).splits == 4
+    assert Division.of(8, 132, 16).splits == 1
+
+
+def test_a_product_that_no_tile_divides_is_left_to_torch() -> None:
+    assert set(plans.plan_of(SIZES, 1, 8, 640, 132, True).tiles) == set(PRODUCTS)
+    odd = {**SIZES, "mlp_in": (14336, 4100), "mlp_out": (4100, 14336 + 8)}
+    assert set(plans.plan_of(odd, 1, 8, 640, 132, True).tiles) == {"attention_in", "attention_out"}
