@@ -2,7 +2,8 @@
 
 Each variant trains the same decoder on the same tokens in a process of its own: a few steps to settle, then steps for
 SECONDS, then two steps under torch's profiler. A variant whose losses differ from those of `base` by more than bf16
-explains is different work, whatever its speed. `floor` times every product and the attention of a layer alone.
+explains is different work, whatever its speed. `floor` times every product and the attention of a layer alone,
+`casts` the kernels that round to 8 bit.
 
 Run `python benchmarks/training_step.py [--shape NAME] [--variants base,loss,...] [--out DIR]`; one JSON line per
 variant, and one file of kernels each in DIR. `--tiny` rehearses everything on a CPU. Nothing here passes or fails.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import statistics
 import subprocess
@@ -33,7 +35,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training
 from paceline.host import machine
 from paceline.models import arithmetic
-from paceline.training import decoder
+from paceline.training import decoder, float8, precision
 from paceline.training.data.corpus import Partition, open_corpus
 from paceline.training.instruments import attention_backends
 from paceline.training.strategies import single
@@ -139,6 +141,37 @@ def with_both() -> None:
     with_two_products_for_the_gate()
 
 
+def with_torchao() -> None:
+    """The layers of torchao in place of our own."""
+
+    def convert(blocks: nn.Module) -> None:
+        recipe = precision.torchao("torchao.float8", "float8").Float8LinearConfig()
+        precision.convert_by_torchao(blocks, "float8", recipe)
+
+    precision.convert_tensorwise = convert
+
+
+def with_plain_gate() -> None:
+    """Our float8 layers, but silu(gate) * up and its gradients in 16 bit, by the compiler."""
+    float8.GatedMLP = decoder.MLP
+
+
+def with_plain_heads() -> None:
+    """Our float8 layers, but the gradients of q, k and v joined in 16 bit, by the compiler."""
+    float8.Float8Attention = decoder.Attention
+
+
+def with_plain_casts() -> None:
+    """Our float8 layers without kernels of our own: the compiler writes the rounding in both layouts."""
+    with_plain_gate()
+    with_plain_heads()
+
+    def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return float8.both(precision.rounded_weight(x, torch.bfloat16), scale, dtype)
+
+    float8.cast = cast
+
+
 @dataclass(frozen=True)
 class Variant:
     change: Callable[[], None] | None = None  # before the model is built
@@ -158,6 +191,11 @@ VARIANTS = {
     "reduce-overhead": Variant(compile="reduce-overhead"),
     "float8": Variant(compute="float8"),
     "float8-block": Variant(compile="default:scope=block", compute="float8"),
+    "float8-gate": Variant(with_plain_gate, "default:scope=block", "float8"),
+    "float8-heads": Variant(with_plain_heads, "default:scope=block", "float8"),
+    "float8-plain": Variant(with_plain_casts, "default:scope=block", "float8"),
+    "torchao": Variant(with_torchao, compute="float8"),
+    "torchao-block": Variant(with_torchao, "default:scope=block", "float8"),
     "float8_rowwise": Variant(compute="float8_rowwise"),
     "float8_rowwise_gw_hp": Variant(compute="float8_rowwise_gw_hp"),
 }
@@ -307,6 +345,41 @@ class Bench:
         found = {"variant": "floor", "products_ms": 1e3 * total_s, "products_flops_per_s": flops / total_s}
         return {**found, "each_ms": parts, "attention_ms": self.attention(shape, repeats)}
 
+    def casts(self) -> dict[str, Any]:
+        """Each kernel that rounds to 8 bit alone, on the tensors of a layer, by its tile: milliseconds and GB/s."""
+        from paceline.training import float8_kernels as kernels
+
+        shape, rows = arithmetic.load(Choice(self.case.model)), self.case.micro_batch * self.case.length
+        x, inner = self.random(rows, shape.hidden), self.random(rows, shape.ffn)
+        joined, scale = self.random(rows, 2 * shape.ffn), torch.full((), 80.0, device=self.device)
+        e4m3, e5m2 = float8.E4M3, float8.E5M2
+        tiles = ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4))
+        flat = ((2, 1024, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8))
+        calls: dict[str, tuple[Callable[[Any], object], tuple[tuple[int, int, int], ...], int]] = {
+            "cast": (lambda tile: kernels.cast(x, scale, e4m3, tile), tiles[1:2], 4 * x.numel()),
+            "gated": (lambda tile: kernels.gated(joined, scale, e4m3, tile), tiles, 6 * inner.numel()),
+            "gated-maxima": (lambda tile: kernels.gated_maxima(joined, tile), flat, 4 * inner.numel()),
+            "gated-backward": (
+                lambda tile: kernels.gated_backward(joined, inner, scale, e5m2, tile),
+                tiles,
+                10 * inner.numel(),
+            ),
+            "gated-backward-maxima": (
+                lambda tile: kernels.gated_backward_maxima(joined, inner, tile),
+                flat,
+                6 * inner.numel(),
+            ),
+        }
+        each: dict[str, list[float]] = {}
+        for name, (call, sizes, moved) in calls.items():
+            for tile in itertools.starmap(kernels.Tile, sizes):
+                seconds = self.timed(lambda tile=tile, call=call: call(tile), 50)
+                each[f"{name} {tile.rows}x{tile.columns}/{tile.warps}"] = [
+                    round(1e3 * seconds, 4),
+                    round(moved / seconds / 1e9),
+                ]
+        return {"variant": "casts", "ms_and_gb_per_s": each}
+
     def random(self, *size: int) -> Tensor:
         return torch.randn(*size, device=self.device, dtype=torch.bfloat16)
 
@@ -351,7 +424,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.launch:
         bench = Bench(asked)
-        print(json.dumps(bench.floor() if asked.launch == "floor" else bench.train(asked.launch)), flush=True)
+        alone = {"floor": bench.floor, "casts": bench.casts}.get(asked.launch)
+        print(json.dumps(alone() if alone else bench.train(asked.launch)), flush=True)
         return
     for variant in asked.variants.split(","):
         command = [sys.executable, __file__, *sys.argv[1:], "--launch", variant]

@@ -32,6 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("experiment",),
     ("host",),
     ("wording",),
+    ("examples",),
     ("errors",),
     ("integrations",),
     ("track",),
@@ -65,8 +66,10 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "training": (
         ("strategies",),
         ("finetuned", "observation", "precision", "step_profile"),
-        ("decoder", "instruments"),
-        ("attachment", "data", "mixture"),
+        ("float8",),
+        ("decoder", "instruments", "tuned_blocks"),
+        ("attachment", "data", "float8_kernels", "mixture", "nf4"),
+        ("nf4_kernel",),
     ),
     "launchers": (
         ("here", "kubernetes", "ray", "slurm", "ssh"),

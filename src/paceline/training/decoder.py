@@ -77,6 +77,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
 
+def split_heads(joined: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of (batch, length, columns of all heads) as (batch, heads, length, head_dim)."""
+    parts: Any = joined.view(*joined.shape[:2], heads + 2 * kv_heads, -1).transpose(1, 2)
+    return tuple(parts.split((heads, kv_heads, kv_heads), dim=1))
+
+
 class Attention(nn.Module):
     """Causal attention with grouped keys and values; a layout may replace `attend` and share the heads."""
 
@@ -87,11 +93,12 @@ class Attention(nn.Module):
         self.inputs = Linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=shape.bias)
         self.output = Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.bias)
 
+    def project(self, x: Tensor) -> Any:
+        return split_heads(self.inputs(x), self.heads, self.kv_heads)
+
     def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
-        joined = self.inputs(x)
-        batch, length, _ = joined.shape
-        parts = joined.view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        batch, length, _ = x.shape
+        q, k, v = self.project(x)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         mixed = self.attend(q, k, v)

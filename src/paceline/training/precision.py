@@ -1,4 +1,5 @@
-"""Precisions beyond fp32, bf16 and fp16: TF32 products, and 8-bit linear layers of torchao in the decoder's blocks.
+"""Precisions beyond fp32, bf16 and fp16: TF32 products, and 8-bit linear layers in the decoder's blocks: our own for
+`float8` (see `training.float8`), of torchao for the others and for float8 weights that FSDP2 gathers.
 
 The head and attention are never converted. Weights are rounded to the dtype of the activations first, as in every other
 linear layer of the decoder, so that strategies with fp32 and with 16-bit weights multiply the same numbers.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.experiment.spec import Precision
-from paceline.training.decoder import Linear
+from paceline.training.decoder import MLP, Attention, Linear
 
 # Precision -> torchao's recipe, and the lowest compute capability of a GPU that multiplies so.
 FLOAT8 = {
@@ -44,7 +46,7 @@ def matrix_products(precision: Precision) -> Iterator[None]:
 def convert(blocks: nn.Module, precision: Precision, device: str, *, float8_all_gather: bool = False) -> None:
     """Replace the linear layers of the blocks if the precision has 8 bit; otherwise do nothing.
 
-    float8_all_gather: weights that FSDP2 shards are rounded before they are gathered. UnsupportedError if torchao is
+    float8_all_gather: weights that FSDP2 shards are rounded before they are gathered. UnsupportedError if a package is
     missing or this device has no such products: nothing is emulated.
     """
     if not precision.is_8bit:
@@ -54,15 +56,37 @@ def convert(blocks: nn.Module, precision: Precision, device: str, *, float8_all_
         for layer in [layer for layer in blocks.modules() if isinstance(layer, Linear)]:
             layer.__class__ = MXLinear
         return
-    float8, name = torchao("torchao.float8", precision.compute), FLOAT8[precision.compute][0]
-    config = float8.Float8LinearConfig.from_recipe_name(name)
+    if precision.compute == "float8" and not float8_all_gather:
+        convert_tensorwise(blocks)
+        return
+    config = torchao("torchao.float8", precision.compute).Float8LinearConfig
     if float8_all_gather:
-        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         _round_before_gathering()
-    float8.convert_to_float8_training(blocks, config=config)
+        convert_by_torchao(blocks, precision.compute, config(enable_fsdp_float8_all_gather=True))
+    else:
+        convert_by_torchao(blocks, precision.compute, config.from_recipe_name(FLOAT8[precision.compute][0]))
+
+
+def convert_by_torchao(blocks: nn.Module, name: str, config: Any) -> None:
+    """Every linear layer becomes one of torchao, which casts its weight to the dtype of its input first."""
+    torchao("torchao.float8", name).convert_to_float8_training(blocks, config=config)
     kind = _float8_layer()
     for layer in [layer for layer in blocks.modules() if isinstance(layer, kind.__base__)]:
-        layer.__class__, layer.precision = kind, precision.compute
+        layer.__class__, layer.precision = kind, name
+
+
+def convert_tensorwise(blocks: nn.Module) -> None:
+    """torchao's recipe with one scale per tensor, by operators of our own that read and write less."""
+    from paceline.training import float8
+
+    for part in blocks.modules():
+        if isinstance(part, Linear):
+            part.__class__ = float8.Float8Linear
+        elif type(part) is MLP and part.gated and part.inputs.bias is None and part.output.bias is None:
+            part.__class__ = float8.GatedMLP
+        # A tile of the kernel is one head, and its sides are powers of two.
+        elif type(part) is Attention and part.inputs.bias is None and part.head_dim.bit_count() == 1:
+            part.__class__ = float8.Float8Attention
 
 
 def round_as_plain_code(module: nn.Module) -> None:
@@ -89,7 +113,10 @@ def require_products(name: str, device: str) -> None:
             )
     elif name == "mxfp8":
         raise UnsupportedError("precision mxfp8 needs a GPU of compute capability 10.0 or later, and this is a CPU")
-    torchao("torchao.float8", name)
+    if name != "float8":
+        torchao("torchao.float8", name)
+    elif device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise MissingPackageError("triton", f"precision {name}", "triton")
 
 
 def torchao(module: str, needed_by: str) -> Any:

@@ -11,9 +11,11 @@ torch = pytest.importorskip("torch")
 
 from paceline.contract import Seat  # noqa: E402
 from paceline.errors import MissingPackageError, RequestError, UnsupportedError  # noqa: E402
+from paceline.experiment.choices import Choice  # noqa: E402
 from paceline.experiment.spec import Precision  # noqa: E402
-from paceline.training import precision  # noqa: E402
-from paceline.training.decoder import Linear  # noqa: E402
+from paceline.models.arithmetic import load  # noqa: E402
+from paceline.training import float8, precision  # noqa: E402
+from paceline.training.decoder import Decoder, Linear, fill  # noqa: E402
 from paceline.training.observation import Audit  # noqa: E402
 from paceline.training.strategies import single  # noqa: E402
 from paceline.workloads import pretrain  # noqa: E402
@@ -84,7 +86,7 @@ def test_without_torchao_the_command_that_installs_it_is_named(monkeypatch: pyte
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'paceline\[float8\]'"):
-        precision.require_products("float8", "cpu")
+        precision.require_products("float8_rowwise", "cpu")
 
 
 def test_tf32_sets_the_switch_and_resets_it() -> None:
@@ -155,3 +157,60 @@ def test_gathered_weights_are_rounded_to_bf16_before_8_bit() -> None:
     assert torch.equal(gathered.float(), expected.float())
     assert not torch.equal(gathered.float(), (whole * 3777.7).to(torch.float8_e4m3fn).float()), "a test that tells"
     assert torch.equal(shard._tensor, whole), "the optimizer keeps fp32"
+
+
+def losses_and_gradients(convert: Any, *, gated: bool, backend: str | None = None) -> list[Any]:
+    """Of a decoder whose weights lie between the numbers of bf16, as after an update."""
+    model = "tiny-llama" if gated else "tiny"
+    shape = load(Choice.parse(f"{model}:layers=1,hidden=64,heads=4,kv_heads=4,head_dim=16,ffn=96,vocab=64"))
+    decoder = Decoder(shape, "bf16")
+    fill(decoder, shape.layers, 1, "bf16", lambda parameter, value: parameter.data.copy_(value + 3e-5))
+    convert(decoder.blocks)
+    if backend:
+        decoder.compile(backend=backend)
+    tokens = torch.arange(66).view(2, 33) % 64
+    loss = decoder(tokens[:, :-1], tokens[:, 1:], torch.tensor(64.0))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
+
+
+def by_torchao(blocks: Any) -> None:
+    precision.convert_by_torchao(blocks, "float8", precision.torchao("torchao.float8", "float8").Float8LinearConfig())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_our_layers_have_the_numbers_of_those_of_torchao(gated: bool) -> None:
+    """Bit by bit: losses, and the gradients of all weights. Plain code, and traced for the compiler."""
+    pytest.importorskip("torchao")
+    expected = losses_and_gradients(by_torchao, gated=gated)
+    for backend in (None, "aot_eager"):
+        observed = losses_and_gradients(precision.convert_tensorwise, gated=gated, backend=backend)
+        assert all(map(torch.equal, observed, expected))
+
+
+def test_what_our_layers_keep_for_the_backward_pass_has_8_bit() -> None:
+    kept: list[Any] = []
+    layers: Any = torch.nn.Sequential(Linear(32, 16, bias=False))
+    precision.convert(layers, Precision(compute="float8"), "cpu")
+    x = torch.randn(4, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layers(x)
+    matrices = [tensor for tensor in kept if tensor.dim()]
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in matrices] == [
+        ((32, 64), torch.float8_e4m3fn),
+        ((32, 16), torch.float8_e4m3fn),
+    ]
+
+
+def test_a_value_that_is_no_number_reaches_the_loss() -> None:
+    layers: Any = torch.nn.Sequential(Linear(32, 16, bias=False))
+    precision.convert(layers, Precision(compute="float8"), "cpu")
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    x[3, 5] = float("nan")
+    assert layers(x).isnan().any()
+    assert float8.rounded_to_bf16(torch.tensor(float("nan"))).isnan()
+
+
+def test_compiled_code_rounds_the_largest_value_to_bf16() -> None:
+    values = torch.cat([torch.rand(1000) * 10.0 ** torch.arange(-4, 1).repeat(200), torch.tensor([0.0, torch.inf])])
+    assert torch.equal(float8.rounded_to_bf16(values), values.to(torch.bfloat16).float())
