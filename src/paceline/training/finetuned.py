@@ -35,6 +35,7 @@ from paceline.training.decoder import (
     rounded,
 )
 from paceline.training.mixture import Mixture, recomputes
+from paceline.training.nf4 import has_kernel
 
 PROJECTIONS = {
     "q": "q_proj",
@@ -112,6 +113,43 @@ class Tuned(nn.Module):
         checkpointing = "full" if is_in_torch_dispatch_mode() else "none"
         return block_runner(checkpointing)(block, *arguments, **named)
 
+    def compile_loss(self, mode: str) -> None:
+        """Compile the loss; its logits are kept for backward, as without compilation."""
+        from torch._functorch import config
+
+        compiled: Any = torch.compile(self._loss, mode=mode)
+
+        def loss(x: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
+            with config.patch(activation_memory_budget=1.0):
+                return compiled(x, labels, normaliser)  # type: ignore[no-any-return]
+
+        self._loss = loss  # type: ignore[method-assign]
+
+    def compile_layers(self, mode: str) -> bool:
+        """Let `tuned_blocks` compute the blocks, compiled, where it can: layers in 4 bit on a GPU. Returns whether it
+        does. With full checkpointing, the inputs of attention and of the MLP are kept, and all else is recomputed."""
+        from paceline.training import tuned_blocks
+
+        if self.shape.experts or self.checkpointing == "selective" or not has_kernel(next(self.parameters()).device):
+            return False
+        halves = tuned_blocks.halves_of(self.blocks)
+        if halves is None:
+            return False
+        tuned_blocks.prepare_compiler()
+        compiled: Any = torch.compile(tuned_blocks.block, mode=mode)
+        plain, recomputed = block_runner(self.checkpointing), self.checkpointing == "full"
+
+        def run(block: nn.Module, x: Tensor, **named: Any) -> Tensor:
+            if is_in_torch_dispatch_mode():
+                return plain(block, x, **named)
+            if torch.is_grad_enabled() and not x.requires_grad:
+                x.requires_grad_()  # of the embedding: the first block would be compiled once more for it
+            turn, mask = named["position_embeddings"], named["attention_mask"]
+            return compiled(x, halves[block], *turn, mask, self.shape.head_dim, recomputed)  # type: ignore[no-any-return]
+
+        self.run_block = run
+        return True
+
     def _loss(self, x: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         """The cross entropy in fp32 of logits in the compute dtype."""
         logits = self.model.lm_head(x).flatten(0, 1).float()
@@ -157,8 +195,7 @@ def prepare_compiler(checkpointing: str) -> None:
     import torch._inductor.config
 
     torch._inductor.config.emulate_precision_casts = True
-    if checkpointing == "full":
-        torch._functorch.config.activation_memory_budget = 0.0
+    torch._functorch.config.activation_memory_budget = 0.0 if checkpointing == "full" else 1.0
 
 
 def is_trainable(name: str, tuning: Tuning) -> bool:

@@ -245,6 +245,56 @@ def test_a_compiled_block_recomputes_itself_but_not_while_it_is_watched() -> Non
     assert len(runs) == 1
 
 
+def halved(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module with its blocks as `tuned_blocks` computes them on a GPU, not compiled."""
+    monkeypatch.setattr(finetuned, "has_kernel", lambda device: True)
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    assert module.compile_layers("default")
+    return module
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("targets", "packed"), [("q+k+v+o", False), ("q+v", True), ("gate+up+down", False), ("o+up", True)]
+)
+def test_halves_compute_what_the_layers_do(
+    targets: str, packed: bool, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = spec(targets=targets, checkpointing=checkpointing, data=f"instructions:packed={str(packed).lower()}")
+    layers, halves = finetuned.build(asked, "cpu"), finetuned.build(asked, "cpu")
+    teach(layers), teach(halved(halves, monkeypatch))
+    loss, gradients = loss_and_gradients(halves, packed)
+    wanted, expected = loss_and_gradients(layers, packed)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_halves_round_where_the_layers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums kept in fp32 between layers would be better and different: a hundred times the difference allowed here."""
+    layers, halves = finetuned.build(spec(compute="bf16"), "cpu"), finetuned.build(spec(compute="bf16"), "cpu")
+    teach(layers), teach(halved(halves, monkeypatch))
+    loss, gradients = loss_and_gradients(halves)
+    wanted, expected = loss_and_gradients(layers)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 0.03 * expected[name].norm(), name
+
+
+def test_halves_are_not_used_where_layers_are_different_or_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetuned, "has_kernel", lambda device: True)
+    for asked, reseed in ((spec("lora"), 0), (spec(checkpointing="selective"), 0), (spec(compute="bf16"), 1)):
+        assert not finetuned.build(asked, "cpu", reseed).compile_layers("default")
+    sharded = finetuned.build(spec(), "cpu")
+    sharded.hold_codes_as_floats()
+    assert not sharded.compile_layers("default")
+    watch = Audit()
+    with watch.watching():
+        loss_and_gradients(halved(finetuned.build(spec(checkpointing="full"), "cpu"), monkeypatch))
+    assert watch.calls["attention", "fp32"] == 2 * load(Choice("tiny-llama")).layers
+
+
 def test_frozen_digest_sees_a_scale() -> None:
     asked = spec()
     assert asked.tuning is not None

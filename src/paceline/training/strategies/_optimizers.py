@@ -18,6 +18,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "8
 BETAS = (0.9, 0.999)
 # bitsandbytes keeps the moments of smaller tensors in fp32.
 SMALLEST_8BIT = 4096
+# Moments in 8 bit share a scale within such blocks.
+BLOCK_8BIT = 256
 
 
 def optimizer_of(
@@ -102,6 +104,33 @@ class Masters:
 
     def give_weights(self) -> None:
         torch._foreach_copy_([local(p.detach()) for p in self.parameters], [local(c.detach()) for c in self.copies])
+
+
+class Joined:
+    """Parameters as parts of one tensor, for bitsandbytes, which updates each tensor with a launch of its own and waits
+    for the device after it. Its blocks of 256 numbers do not reach across parts, so that the numbers are the same."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        whole = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        for parameter, part in zip(parameters, torch.split(whole, sizes), strict=True):
+            parameter.data = part.view_as(parameter)
+        self.whole = whole.requires_grad_()
+
+    @staticmethod
+    def suits(spec: RunSpec, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether bitsandbytes treats the parts as it treats their join."""
+        plain = all(p.dtype == torch.float32 and not hasattr(p, "to_local") for p in parameters)
+        whole_blocks = all(p.numel() >= SMALLEST_8BIT and p.numel() % BLOCK_8BIT == 0 for p in parameters)
+        return is_8bit(spec) and plain and whole_blocks
+
+    def take_gradients(self) -> None:
+        gradients = [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters)
+        self.whole.grad = torch.cat(gradients)
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def local(tensor: Any) -> Tensor:

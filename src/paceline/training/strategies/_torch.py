@@ -21,6 +21,7 @@ from paceline.training.decoder import DTYPES, Decoder, change_rounding, fill
 from paceline.training.mixture import prepare_compiler
 from paceline.training.precision import compute_name, convert, round_as_plain_code
 from paceline.training.strategies._optimizers import (
+    Joined,
     LocalShards,
     Masters,
     is_8bit,
@@ -72,13 +73,18 @@ def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: 
     prepare_compiler(subject)
     round_as_plain_code(subject)
     if isinstance(subject, finetuned.Tuned):
+        subject.compile_loss(wanted.mode)
+        if not per_block and not wanted.records_graphs and subject.compile_layers(wanted.mode):
+            finetuned.prepare_compiler("none")
+            return
         finetuned.prepare_compiler(subject.checkpointing)
     elif not per_block and wanted.scope != "block" and not subject.shape.experts:
         subject.compile(mode=wanted.mode)
         return
     for block in subject.blocks:
         block.compile(mode=wanted.mode)
-    subject._loss = torch.compile(subject._loss, mode=wanted.mode)  # type: ignore[assignment, method-assign]
+    if not isinstance(subject, finetuned.Tuned):
+        subject._loss = torch.compile(subject._loss, mode=wanted.mode)  # type: ignore[method-assign]
 
 
 def require_compiler() -> None:
@@ -153,6 +159,9 @@ class TorchTrainer:
         self.stepped: list[Any] = [*(self.masters.copies if self.masters else parameters)]
         sharded = hasattr(self.stepped[0], "to_local")
         self.shards = LocalShards(self.stepped) if sharded and is_8bit(spec) else None
+        self.joined = Joined(parameters) if Joined.suits(spec, parameters) else None
+        if self.joined:
+            self.stepped = [self.joined.whole]
         if self.shards:
             self.optimizer = optimizer_of(spec, self.shards.parts, self.shards.whole_sizes)
         else:
@@ -185,6 +194,8 @@ class TorchTrainer:
             self.masters.take_gradients()
         if self.shards:
             self.shards.take_gradients()
+        if self.joined:
+            self.joined.take_gradients()
         self.scaler.unscale_(self.optimizer)
         norm: Any = self.clip()
         self.scaler.step(self.optimizer)

@@ -12,7 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.experiment.spec import Tuning  # noqa: E402
-from paceline.training.strategies._optimizers import SMALLEST_8BIT, LocalShards, optimizer_of, state_dtypes  # noqa: E402
+from paceline.training.strategies._optimizers import (  # noqa: E402
+    SMALLEST_8BIT,
+    Joined,
+    LocalShards,
+    optimizer_of,
+    state_dtypes,
+)
 
 pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="pip install 'paceline[finetune]'")
 Builder = Callable[..., Any]
@@ -59,3 +65,34 @@ def test_one_optimizer_does_not_decide_for_the_next(mesh: Any, make_spec: Builde
     small.grad = torch.ones_like(small)
     plain.step()
     assert state_dtypes(plain)["optimizer_state"] == "fp32"
+
+
+def parameters(*sizes: tuple[int, ...]) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+
+
+def test_joined_parameters_learn_the_same_numbers(make_spec: Builder) -> None:
+    spec = replace(make_spec("single"), tuning=Tuning(optimizer="adamw_8bit"))
+    sizes = (16, 256), (4096, 16), (256, 17)
+    apart, parts = parameters(*sizes), parameters(*sizes)
+    assert Joined.suits(spec, parts)
+    joined = Joined(parts)
+    plain, one = optimizer_of(spec, apart), optimizer_of(spec, [joined.whole])
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for first, second in zip(apart, parts, strict=True):
+            first.grad = torch.randn(first.shape, generator=generator)
+            second.grad = first.grad.clone()
+        joined.take_gradients()
+        plain.step(), one.step()
+        assert all(part.grad is None for part in parts)
+        assert all(torch.equal(first, second) for first, second in zip(apart, parts, strict=True))
+
+
+def test_parameters_that_bitsandbytes_treats_differently_are_not_joined(make_spec: Builder) -> None:
+    spec = replace(make_spec("single"), tuning=Tuning(optimizer="adamw_8bit"))
+    for size in ((SMALLEST_8BIT - 256,), (SMALLEST_8BIT + 1,)):
+        assert not Joined.suits(spec, parameters((64, 256), size))
+    assert not Joined.suits(spec, [each.to(torch.bfloat16) for each in parameters((64, 256))])
+    assert not Joined.suits(replace(spec, tuning=Tuning(optimizer="adamw")), parameters((64, 256)))
