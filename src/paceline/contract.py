@@ -150,7 +150,8 @@ class Workload(Protocol):
     A workload that searches also has `follow(spec, records) -> RunSpec | None`: given the requested spec and the sealed
     records of the series so far, it returns the next run, or None at the end. It runs on the controller, and again from
     the start when a search is resumed, so it must decide by the records alone. A workload whose size is not given by
-    steps also has `outline(spec) -> str`, for `paceline plan`.
+    steps also has `outline(spec) -> str`, for `paceline plan`. One that can know before a run that it cannot start has
+    `preflight(spec)`, as engines have.
     """
 
     def check(self, spec: RunSpec) -> str | None: ...

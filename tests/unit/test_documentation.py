@@ -48,6 +48,10 @@ def test_every_page_is_in_an_index() -> None:
     docs = ROOT / "docs"
     listed = {(docs / link.partition("#")[0]).resolve() for link in LINK.findall((docs / "README.md").read_text())}
     assert {page for page in docs.glob("*.md") if page.name != "README.md"} - listed == set()
+    frameworks = docs / "frameworks"
+    text = (frameworks / "README.md").read_text()
+    listed = {(frameworks / link.partition("#")[0]).resolve() for link in LINK.findall(text)}
+    assert {page for page in frameworks.glob("*.md") if page.name != "README.md"} - listed == set()
     measured = docs / "measured"
     text = (measured / "README.md").read_text()
     listed = {(measured / link.partition("#")[0]).resolve() for link in LINK.findall(text)}

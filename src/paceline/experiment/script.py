@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import examples
 from paceline.errors import RequestError, Scalar, did_you_mean, require
 from paceline.host import redaction
 
@@ -90,6 +91,8 @@ class Script:
         words = [fill(word, self.parameters, strict=False) for word in self.command]
         scripts = [word for word in words if word.endswith(".py")]
         module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
+        if module:
+            module = module.removeprefix(examples.PREFIX)
         return (scripts[0] if scripts else module or words[0]).rpartition("/")[2]
 
     def rendered(self, run_fields: Mapping[str, Scalar], directory: str) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -254,7 +257,9 @@ def _parse(name: str, text: str) -> None:
 
 def _code(words: Sequence[str]) -> str | None:
     """A digest of the files of the command that are Python code; None if none is here."""
+    module = words[1] if words[0] == "-m" and len(words) > 1 else ""
     found = [path for word in words if word.endswith(".py") and (path := Path(word)).is_file()]
+    found += examples.source_of(module)
     if not found:
         return None
     return hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()[:16]

@@ -186,7 +186,7 @@ def huggingface(winner: Winner) -> Files:
 
 
 def torchtitan(winner: Winner) -> Files:
-    """A shell script that starts torchtitan, which has had no config files since 0.3: the settings are its options."""
+    """A config file for torchtitan 0.2, and for 0.3, which reads none any more, a shell script with its options."""
     _require_own("torchtitan", winner)
     fields, name = winner.fields, winner.strategy.name
     if name not in ("ddp", "fsdp2"):
@@ -218,7 +218,42 @@ def torchtitan(winner: Winner) -> Files:
         "set -e",
         f'exec {start} "$@" {shlex.join([*words, compiled])}',
     ]
-    return {"run.sh": "\n".join(lines) + "\n"}
+    return {"run.sh": "\n".join(lines) + "\n", "torchtitan.toml": _torchtitan_toml(winner, ranks)}
+
+
+def _torchtitan_toml(winner: Winner, ranks: int) -> str:
+    fields, is_ddp = winner.fields, winner.strategy.name == "ddp"
+    tables: dict[str, dict[str, Any]] = {
+        "training": {
+            "local_batch_size": fields["micro_batch"],
+            "global_batch_size": fields["micro_batch"] * fields["accumulation"] * ranks,
+            "seq_len": fields["sequence_length"],
+            "max_norm": fields["clip_norm"],
+            "steps": fields["steps"],
+            "mixed_precision_param": {"fp32": "float32"}.get(fields["precision"], "bfloat16"),
+        },
+        "optimizer": {
+            "name": "AdamW",
+            "lr": fields["learning_rate"],
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "weight_decay": fields["weight_decay"],
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": ranks if is_ddp else 1,
+            "data_parallel_shard_degree": 1 if is_ddp else ranks,
+        },
+        "activation_checkpoint": {"mode": fields["checkpointing"]},
+        "compile": {"enable": bool(fields["compile"])},
+    }
+    start = shlex.join([*_torchrun(fields), "-m", "torchtitan.train", "--job.config_file", "torchtitan.toml"])
+    head = f"{_comment(winner)}# For torchtitan 0.2, with the model: {start} --model.name llama3 --model.flavor 8B\n"
+    # A scalar of JSON is one of TOML.
+    parts = (
+        f"\n[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+        for table, values in tables.items()
+    )
+    return head + "".join(parts)
 
 
 def _torchrun(fields: Mapping[str, Any]) -> list[str]:

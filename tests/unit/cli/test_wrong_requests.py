@@ -112,8 +112,8 @@ def test_endpoints_that_are_away_are_one_sentence_for_all_runs(
     assert str(caught.value) == golden
     assert not list(tmp_path.iterdir())
     # What holds for some runs only is left to their records, and what others than this host see is not asked here.
-    controller.ask_engines([dead, there])
-    controller.ask_engines([replace(dead, launcher=Choice.parse(ELSEWHERE))])
+    controller.ask_plugins([dead, there])
+    controller.ask_plugins([replace(dead, launcher=Choice.parse(ELSEWHERE))])
 
 
 def test_endpoints_are_asked_from_one_process_unless_told_otherwise(

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def test_torchtitan_gets_its_options_and_refuses_what_it_lacks() -> None:
     assert options["--training.global-batch-size"] == "8"
     assert options["--training.max-norm"] == "0.5"
     assert words[-1] == "--compile.no-enable"
+    document = tomllib.loads(files_for("torchtitan", winner("fsdp2"))["torchtitan.toml"])
+    assert document["training"]["global_batch_size"] == 8
+    assert document["parallelism"] == {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 2}
+    assert (document["optimizer"]["beta1"], document["optimizer"]["beta2"]) == _optimizers.BETAS
+    assert document["activation_checkpoint"]["mode"] == "none"
+    assert document["compile"] == {"enable": False}
     with pytest.raises(RequestError, match="expected ddp or fsdp2"):
         files_for("torchtitan", winner())
 

@@ -55,7 +55,9 @@ def distinguishing_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...
         # Cells without variables of their own do not have this axis.
         seen["env"] |= {repr(axes.get("env")) for axes in cells}
     differing = [name for name, values in seen.items() if len(values) > 1]
-    named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"})]
+    # What every name begins with is not named again.
+    first = "strategy" if any(axes.get("strategy") for axes in cells) else "script"
+    named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", first, "global_batch"})]
     distinct = len({describe(axes, named) for axes in cells})
     for name in _SELDOM_NAMED:
         rest = [other for other in named if other != name]

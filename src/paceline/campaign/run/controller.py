@@ -93,7 +93,7 @@ def campaign(
     # Checked first: over ssh, even preflight would disturb a run that another controller measures.
     store.require_free(directory)
     preflight(runs, out, retry, notify)
-    ask_engines([spec for spec in runs if _is_left(spec, out, retry)])
+    ask_plugins([spec for spec in runs if _is_left(spec, out, retry)])
     if left := [spec for spec in specs if _is_left(spec, out, retry)]:
         notify(light_before(left))
     statuses: list[Status] = []
@@ -321,24 +321,23 @@ def light_before(specs: Sequence[RunSpec]) -> str:
     return trust.before(uses_cpu="cpu" in devices, uses_gpu="cuda" in devices).line()
 
 
-def ask_engines(specs: Sequence[RunSpec]) -> None:
-    """Ask the serving engines whether any of these runs can begin, if the client runs on this host.
+def ask_plugins(specs: Sequence[RunSpec]) -> None:
+    """Ask the engines and workloads that can be asked whether any of these runs can begin, if they would run here.
 
-    RequestError if none can; an engine that refuses only some of the runs appears in their records.
+    RequestError if none can; a plugin that refuses only some of the runs appears in their records.
     """
-    groups: dict[str, RunSpec] = {}
-    for spec in specs:
-        if spec.engine is None or not runs_here(spec) or not hasattr(load("engines", spec.engine.name), "preflight"):
-            return  # this one may begin
-        groups.setdefault(str(spec.engine), spec)
     refusals = []
-    for spec in groups.values():
-        assert spec.engine is not None
+    groups = grouped(specs, lambda spec: str(spec.engine) if spec.engine else spec.cell)
+    for spec in (group[0] for group in groups.values()):
+        kind, choice = ("engines", spec.engine) if spec.engine else ("workloads", spec.workload)
+        plugin = load(kind, choice.name)
+        if not runs_here(spec) or not hasattr(plugin, "preflight"):
+            return  # this one may begin
         try:
-            load("engines", spec.engine.name).preflight(spec)
+            plugin.preflight(spec)
             return
         except UnsupportedError as refusal:
-            refusals.append(f"engine {spec.engine.name}: {refusal}")
+            refusals.append(f"engine {choice.name}: {refusal}" if spec.engine else str(refusal))
     if refusals:
         raise RequestError(refusals[0])
 

@@ -120,7 +120,9 @@ def trained_elements(module: Any) -> int:
 
 def wrapper_of(root: Any) -> str:
     """DDP, FSDP, FSDP2, DeepSpeed ZeRO with its stage, or none."""
-    names = {type(module).__name__ for module in root.modules()}
+    # `replicate` of torch, as torchtitan uses it, gives the module a class of its own with DDP among its bases.
+    kinds = {kind for module in root.modules() for kind in type(module).__mro__}
+    names = {kind.__name__ for kind in kinds if kind.__module__.startswith("torch.")}
     if hasattr(root, "zero_optimization_stage"):
         stage = root.zero_optimization_stage()
         return f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed"
@@ -128,7 +130,7 @@ def wrapper_of(root: Any) -> str:
         return "FSDP"
     if any(hasattr(parameter, "placements") for parameter in root.parameters()):
         return "FSDP2 or other DTensors"
-    return "DDP" if "DistributedDataParallel" in names else "DP" if "DataParallel" in names else "none"
+    return "DDP" if {"DistributedDataParallel", "DDP"} & names else "DP" if "DataParallel" in names else "none"
 
 
 def _is_compiled(root: Any) -> bool:

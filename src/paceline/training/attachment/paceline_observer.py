@@ -346,7 +346,8 @@ class Observer:
             self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: Any) -> None:
-        if id(optimizer) not in self.stepped:
+        # One that steps others, as torchtitan's container, would count their groups twice.
+        if id(optimizer) not in self.stepped and not isinstance(getattr(optimizer, "optimizers", None), list):
             # The optimizer is kept, so that its number is not given to another one.
             self.stepped[id(optimizer)] = optimizer
             self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
@@ -631,18 +632,22 @@ def wrap_public_functions(own: Observer) -> None:
 
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
+    torch.nn.utils.clip_grads_with_norm_ = observed_clip(own, torch.nn.utils.clip_grads_with_norm_)
     torch.save = save_without_hooks
 
 
 def observed_clip(own: Observer, clip: Callable[..., Any]) -> Callable[..., Any]:
     """A function that clips gradients: its limit, and its result as the gradient norm of the step, are noted.
 
-    Its arguments are the parameters and the limit; those of a method, the module and the limit.
+    Its arguments are the parameters, the limit and, if it returns nothing, the norm; those of a method, the module and
+    the limit.
     """
 
     @functools.wraps(clip)
     def call(*args: Any, **kwargs: Any) -> Any:
         norm = clip(*args, **kwargs)
+        if norm is None:
+            norm = args[2] if len(args) > 2 else kwargs.get("total_norm")
         # A DTensor has this rank's part only.
         if own.step is not None and not hasattr(norm, "to_local"):
             own.step.norm = norm.detach() if hasattr(norm, "detach") else norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline import examples
 from paceline.contract import Recorder, Seat
 from paceline.experiment.plugins import Traits, parse_options
 from paceline.experiment.spec import RunSpec
@@ -32,6 +33,12 @@ def check(spec: RunSpec) -> str | None:
     if spec.steps and spec.steps <= spec.warmup.minimum:
         return f"{spec.steps} steps leave none after a warm-up of at least {spec.warmup.minimum}"
     return None
+
+
+def preflight(spec: RunSpec) -> None:
+    """UnsupportedError if the command is one of our examples and could not train here."""
+    assert spec.script is not None
+    examples.require_runnable(command_of(spec.script, spec), spec.topology.device)
 
 
 def outline(spec: RunSpec) -> str:
@@ -64,4 +71,5 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     """Run the command, or wait for the rank of this node that does, and record what the script's rank left."""
     from paceline.workloads.script.process import observe
 
+    preflight(spec)
     observe(spec, seat, recorder, parse_options(Options, spec.workload), run_fields(spec))

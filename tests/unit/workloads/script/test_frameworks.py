@@ -10,21 +10,20 @@ from script_records import observe_code, record_of
 from paceline.analysis.findings import CERTIFIED
 from paceline.analysis.training.certificate import certify_all
 
-FRAMEWORKS = ("plain", "accelerate", "trainer")
+FRAMEWORKS = ("plain_loop", "accelerate", "huggingface")
 # One interpreter imports the frameworks; each of them trains in a forked child.
 TRAIN = """
-import os, sys
+import importlib, os, sys
 import torch._dynamo
 from accelerate import Accelerator
 from transformers import LlamaForCausalLM, Trainer
 
-sys.path.insert(0, sys.argv[1])
-import frameworks
+from paceline.examples.work import work_of
 
-for rank, name in enumerate(sys.argv[2:]):
+for rank, name in enumerate(sys.argv[1:]):
     if (child := os.fork()) == 0:
         os.environ["RANK"] = str(rank)
-        frameworks.FRAMEWORKS[name](frameworks.work_of(4))
+        importlib.import_module(f"paceline.examples.{name}").train(work_of(4))
         sys.exit()
     assert os.waitpid(child, 0)[1] == 0, name
 """
@@ -34,8 +33,7 @@ for rank, name in enumerate(sys.argv[2:]):
 def test_frameworks_that_do_the_same_work_are_certified(tmp_path: Path, nursery: None) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    benchmarks = Path(__file__).parents[4] / "benchmarks"
-    observe_code(TRAIN, str(benchmarks), *FRAMEWORKS, folder=tmp_path, HF_HUB_OFFLINE="1")
+    observe_code(TRAIN, *FRAMEWORKS, folder=tmp_path, HF_HUB_OFFLINE="1")
     records = [record_of(tmp_path, [rank], name, float(rank)) for rank, name in enumerate(FRAMEWORKS)]
     for record in records:
         assert [s.step for s in record.steps] == [0, 1, 2, 3]

@@ -19,6 +19,7 @@ from pathlib import Path
 import paceline_observer
 import torch, torch._dynamo
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
 
 if "zero3" in sys.argv:
@@ -54,11 +55,24 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+class Container(torch.optim.Optimizer):
+    # As torchtitan's: an optimizer that steps others.
+    def __init__(self, optimizer):
+        self.optimizers = [optimizer]
+        super().__init__([p for group in optimizer.param_groups for p in group["params"]], optimizer.defaults)
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+
 torch.manual_seed(0)
 model = Model()
 cpu = {"device_id": torch.device("cpu"), "use_orig_params": way == "fsdp1-orig"}
 if way == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
+elif way == "replicate":
+    replicate(model)
 elif way == "fsdp2":
     fully_shard(model.inner)
     fully_shard(model)
@@ -66,6 +80,8 @@ elif way.startswith("fsdp1"):
     model.inner = FSDP(model.inner, **cpu)
     model = FSDP(model, **cpu)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if way == "replicate":
+    optimizer = Container(optimizer)
 if way == "zero3":
     settings = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5, "zero_allow_untested_optimizer": True}
     settings["zero_optimization"] = {"stage": 3}
@@ -81,6 +97,9 @@ for step in range(3):
     model(ids).backward()
     if way.startswith("fsdp1"):
         model.clip_grad_norm_(0.5)
+    elif way == "replicate":
+        total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total)
     else:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
@@ -88,10 +107,22 @@ for step in range(3):
 dist.destroy_process_group()
 """
 
+WRAPPERS = {
+    "ddp": "DDP",
+    "replicate": "DDP",
+    "fsdp1": "FSDP",
+    "fsdp1-orig": "FSDP",
+    "fsdp2": "FSDP2 or other DTensors",
+    "zero3": "DeepSpeed ZeRO-3",
+}
+
 
 @pytest.mark.parametrize(
     "ways",
-    [("ddp", "fsdp1", "fsdp1-orig", "fsdp2"), pytest.param(("ddp", "zero3"), marks=pytest.mark.exhaustive)],
+    [
+        ("ddp", "replicate", "fsdp1", "fsdp1-orig", "fsdp2"),
+        pytest.param(("ddp", "zero3"), marks=pytest.mark.exhaustive),
+    ],
     ids=lambda ways: ways[-1],
 )
 def test_sharded_weights_add_up_to_the_whole(ways: tuple[str, ...], tmp_path: Path, nursery: None) -> None:
@@ -107,9 +138,13 @@ def test_sharded_weights_add_up_to_the_whole(ways: tuple[str, ...], tmp_path: Pa
         assert evidence is not None
         assert evidence.parameters == 30 * 6 + 6 * 5 + 5 + 5 * 30 + 30
         assert "observer" not in evidence.settings
+        assert evidence.settings["wrapper"] == WRAPPERS[way]
+        assert len(evidence.groups or ()) == 1
         # Parts of both ranks, before training and after it.
         assert evidence.final_digests is not None
         assert evidence.final_digests.keys() == evidence.init_digests.keys()
-        assert all(digest.endswith("+") == (way != "ddp") for digest in evidence.init_digests.values())
+        assert all(
+            digest.endswith("+") == (evidence.settings["wrapper"] != "DDP") for digest in evidence.init_digests.values()
+        )
         # FSDP2 returns a DTensor, which has the part of one rank only.
         assert [s.grad_norm is not None for s in record.steps] == [way != "fsdp2"] * 6
