@@ -7,7 +7,8 @@ explains is different work, whatever its speed. `floor` times every product and 
 
 Run `python benchmarks/training_step.py [--shape NAME] [--variants base,loss,...] [--out DIR]`; one JSON line per
 variant, and one file of kernels each in DIR. `--tiny` rehearses everything on a CPU. Nothing here passes or fails.
-llama-8b fits on one card of 141 GB with its activations recomputed; 8 of its 32 layers are a shape of their own.
+llama-8b fits on one card of 141 GB with its activations recomputed; 8 of its 32 layers are a shape of their own. `32k` and
+`131k` are one sequence of that length in llama-1b's shape, recomputed.
 """
 
 from __future__ import annotations
@@ -58,12 +59,16 @@ CASES = {
     "llama-1b": Case("llama-1b", 8, 4096),
     "llama-8b": Case("llama-8b", 2, 4096, "full"),
     "llama-8b-8-layers": Case("llama-8b:layers=8", 2, 4096),
+    "32k": Case("llama-1b:vocab=32000", 1, 32768, "full"),
+    "131k": Case("llama-1b:vocab=32000", 1, 131072, "full"),
 }
 TINY = {
     "gpt2": Case("tiny", 2, 32),
     "llama-1b": Case("tiny-llama", 2, 32),
     "llama-8b": Case("tiny-llama", 1, 32, "full"),
     "llama-8b-8-layers": Case("tiny-llama:layers=1", 1, 32),
+    "32k": Case("tiny-llama", 1, 64, "full"),
+    "131k": Case("tiny-llama", 1, 128, "full"),
 }
 # Part of a kernel's name -> what it does; the first that fits. Other kernels are elementwise.
 CLASSES = {
@@ -209,7 +214,7 @@ class Bench:
         self.device = "cuda" if machine.device_kind() == "cuda" and not asked.tiny else "cpu"
         case = (TINY if asked.tiny else CASES)[asked.shape]
         self.case, self.out = replace(case, micro_batch=asked.micro_batch or case.micro_batch), asked.out
-        self.seconds = 0.1 if asked.tiny else asked.seconds
+        self.seconds, self.settling = 0.1 if asked.tiny else asked.seconds, asked.settling
 
     def wait(self) -> None:
         if self.device == "cuda":
@@ -247,7 +252,7 @@ class Bench:
                 losses.append(loss.detach())
 
             began = time.perf_counter()
-            for _ in range(SETTLING):
+            for _ in range(self.settling):
                 step()
             self.wait()
             ready_s = time.perf_counter() - began
@@ -418,6 +423,7 @@ def main() -> None:
     parser.add_argument("--variants", default="floor,base,loss,gate,tuned,flash")
     parser.add_argument("--micro-batch", type=int, help="rows of a step instead of the shape's own")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per variant")
+    parser.add_argument("--settling", type=int, default=SETTLING, help="steps before the timed ones")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--launch", help=argparse.SUPPRESS)
