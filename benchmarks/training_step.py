@@ -279,7 +279,7 @@ class Bench:
         return RunSpec(
             experiment="training-step",
             workload=Choice("pretrain"),
-            model=Choice(self.case.model),
+            model=Choice.parse(self.case.model),
             strategy=Choice("single"),
             topology=Topology(device=self.device),
             steps=2,
@@ -331,7 +331,7 @@ class Bench:
 
     def floor(self) -> dict[str, Any]:
         """Every product of a step alone: forward, gradient of the input, gradient of the weight; and attention."""
-        shape, rows = arithmetic.load(Choice(self.case.model)), self.case.micro_batch * self.case.length
+        shape, rows = arithmetic.load(Choice.parse(self.case.model)), self.case.micro_batch * self.case.length
         wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         sizes = {
             "qkv": (shape.hidden, wide, shape.layers),
@@ -354,7 +354,7 @@ class Bench:
         """Each kernel that rounds to 8 bit alone, on the tensors of a layer, by its tile: milliseconds and GB/s."""
         from paceline.training import float8_kernels as kernels
 
-        shape, rows = arithmetic.load(Choice(self.case.model)), self.case.micro_batch * self.case.length
+        shape, rows = arithmetic.load(Choice.parse(self.case.model)), self.case.micro_batch * self.case.length
         x, inner = self.random(rows, shape.hidden), self.random(rows, shape.ffn)
         joined, scale = self.random(rows, 2 * shape.ffn), torch.full((), 80.0, device=self.device)
         e4m3, e5m2 = float8.E4M3, float8.E5M2
