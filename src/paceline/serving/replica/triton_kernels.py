@@ -192,8 +192,8 @@ def multiply_one(
     ADDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out = given @ weight.T for a single row of `given`. NORMED: an RMSNorm with `scales` comes first. GATED: weight has
-    the rows of the gate and then those of the other half; out is silu(gate) * other. ADDS: added to what out has.
+    """out = given @ weight.T for a single row of `given`. NORMED: an RMSNorm with `scales` comes first. GATED: weight
+    has the rows of the gate and then those of the other half; out is silu(gate) * other. ADDS: added to what out has.
 
     Weights do not depend on the kernel before: some are read while it ends.
     """
