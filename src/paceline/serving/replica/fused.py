@@ -168,11 +168,6 @@ class FusedStep:
         group = self.asking // self.keyed
         self.attention = kernels.SplitAttention(slots, heads, group, width, self.plan.attention, device)
         self.choice = kernels.Choice(slots, self.head.shape[0], device)
-        plan = self.plan
-        most = {name: plan.around_attention if name == "attention_out" else plan.ahead for name in PRODUCTS}
-        self.ahead = [
-            {name: kernels.Ahead.of(getattr(layer, name), most[name]) for name in PRODUCTS} for layer in self.layers
-        ]
         hidden, ffn = self.head.shape[1], first.mlp_out.shape[1]
 
         def room(columns: int) -> Tensor:
@@ -191,43 +186,30 @@ class FusedStep:
         kernels, early, hidden = self.kernels, self.plan.early, self.hidden
         torch.index_select(self.embedding, 0, self.tokens.view(-1), out=hidden)
         asked, key, value = torch.split(self.joined, [self.asking, self.keyed, self.keyed], dim=1)
-        for layer, ahead in zip(self.layers, self.ahead, strict=True):
-            self._enter("attention_in", layer.norm, layer.attention_in, layer.epsilon, self.joined, ahead)
-            new, after = (key, value, self.cosines, self.sines), ahead["attention_out"]
-            self.attention(
-                asked,
-                layer.keys,
-                layer.values,
-                self.positions,
-                self.mixed,
-                layer.scale,
-                new=new,
-                early=early,
-                ahead=after,
-            )
-            self._leave("attention_out", self.mixed, layer.attention_out)
-            gated = "mlp_in" in self.plan.tiles
+        new = key, value, self.cosines, self.sines
+        gated = "mlp_in" in self.plan.tiles
+        for layer in self.layers:
+            self._enter("attention_in", layer.norm, layer.attention_in, layer.epsilon, self.joined)
+            keys, values, mixed = layer.keys, layer.values, self.mixed
+            self.attention(asked, keys, values, self.positions, mixed, layer.scale, new=new, early=early)
+            self._leave("attention_out", mixed, layer.attention_out)
             out = self.active if gated else self.gates
-            self._enter("mlp_in", layer.mlp_norm, layer.mlp_in, layer.epsilon, out, ahead)
+            self._enter("mlp_in", layer.mlp_norm, layer.mlp_in, layer.epsilon, out)
             if not gated:
-                kernels.gate(self.gates, self.active, early=early, ahead=ahead["mlp_out"])
+                kernels.gate(self.gates, self.active, early=early)
             self._leave("mlp_out", self.active, layer.mlp_out)
         kernels.normalise(hidden, self.norm, self.normed, self.layers[0].epsilon, early=early)
         return F.linear(self.normed, self.head)
 
-    def _enter(self, name: str, norm: Tensor, weight: Tensor, epsilon: float, out: Tensor, ahead: Any) -> None:
+    def _enter(self, name: str, norm: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """A product of the normed hidden state."""
         kernels, early, tile = self.kernels, self.plan.early, self.plan.tiles.get(name)
-        gated = name == "mlp_in"
-        if tile is not None and tile.parts == 0:
-            more = {"scales": norm, "epsilon": epsilon, "gated": gated, "early": early}
-            kernels.multiply_one(self.hidden, weight, out, tile, **more)
-            return
-        kernels.normalise(self.hidden, norm, self.normed, epsilon, early=early, ahead=ahead[name])
-        if tile is not None:
-            kernels.multiply(self.normed, weight, out, tile, gated=gated, early=early)
-        else:
+        if tile is None:
+            kernels.normalise(self.hidden, norm, self.normed, epsilon, early=early)
             torch.mm(self.normed, weight.t(), out=out)
+        else:
+            gated = name == "mlp_in"
+            kernels.multiply_one(self.hidden, weight, out, tile, scales=norm, epsilon=epsilon, gated=gated, early=early)
 
     def _leave(self, name: str, given: Tensor, weight: Tensor) -> None:
         """A product that is added to the hidden state."""
@@ -235,8 +217,7 @@ class FusedStep:
         if tile is None:
             self.hidden.addmm_(given, weight.t())
         else:
-            multiply = self.kernels.multiply if tile.parts else self.kernels.multiply_one
-            multiply(given, weight, self.hidden, tile, adds=True, early=self.plan.early)
+            self.kernels.multiply_one(given, weight, self.hidden, tile, adds=True, early=self.plan.early)
 
 
 def plan_for(layer: Layer, slots: int, length: int, device: torch.device) -> Plan:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -16,73 +13,11 @@ LOG2_E = 1.4426950408889634
 # Rows that tensor cores multiply at least.
 LEAST_ROWS = 16
 GATE_BLOCK = 1024
-# What one program brings into the cache for the next kernel, and the unit in which it does.
-PROGRAM_LINES, LINE_BYTES = 512, 128
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """A weight whose first columns a kernel brings into the cache for the next one. rows: of one program."""
-
-    weight: Tensor
-    columns: int
-    rows: int
-
-    @staticmethod
-    def of(weight: Tensor, most: int) -> Ahead | None:
-        """As much as `most` bytes hold."""
-        outputs, inputs = weight.shape
-        lines = min(most // (outputs * LINE_BYTES), inputs * weight.itemsize // LINE_BYTES)
-        if lines < 1:
-            return None
-        lines = 1 << (lines.bit_length() - 1)
-        rows = 1
-        while rows * lines < PROGRAM_LINES and outputs % (2 * rows) == 0:
-            rows *= 2
-        return Ahead(weight, lines * LINE_BYTES // weight.itemsize, rows)
-
-    @property
-    def programs(self) -> int:
-        return int(self.weight.shape[0]) // self.rows
-
-
-def _options(ahead: Ahead | None, early: bool) -> dict[str, Any]:
-    outputs, inputs = ahead.weight.shape if ahead else (0, 0)
-    known = {"AHEAD_OUTPUTS": outputs, "AHEAD_INPUTS": inputs}
-    known |= {"AHEAD_COLUMNS": ahead.columns if ahead else 0, "AHEAD_ROWS": ahead.rows if ahead else 0}
-    return {**known, "EARLY": early, **({"launch_pdl": True} if early else {})}
-
-
-def multiply(
-    given: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    tile: Tile,
-    *,
-    gated: bool = False,
-    adds: bool = False,
-    early: bool = False,
-) -> None:
-    """out = given @ weight.T for few rows. gated: silu(first half) * second half of that. adds: to what out has."""
-    (rows, inputs), outputs = given.shape, out.shape[1]
-    triton_kernels.multiply[(outputs // tile.block,)](
-        given,
-        weight,
-        out,
-        rows,
-        OUTPUTS=outputs,
-        INPUTS=inputs,
-        ROWS=max(LEAST_ROWS, triton.next_power_of_2(rows)),
-        BLOCK=tile.block,
-        DEPTH=tile.depth,
-        PARTS=tile.parts,
-        STAGES=tile.stages,
-        GATED=gated,
-        ADDS=adds,
-        EARLY=early,
-        num_warps=tile.warps,
-        **({"launch_pdl": True} if early else {}),
-    )
+def _start(early: bool) -> dict[str, bool]:
+    """early: before the kernel before this one has ended."""
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
 
 
 def multiply_one(
@@ -97,7 +32,8 @@ def multiply_one(
     adds: bool = False,
     early: bool = False,
 ) -> None:
-    """`multiply` for a single row. scales: the weights of an RMSNorm before it."""
+    """out = given @ weight.T for a single row. scales: the weights of an RMSNorm before it. gated: silu(first half) *
+    second half of that. adds: to what out has."""
     outputs = out.shape[1]
     triton_kernels.multiply_one[(outputs // tile.block,)](
         given,
@@ -112,44 +48,31 @@ def multiply_one(
         NORMED=scales is not None,
         GATED=gated,
         ADDS=adds,
-        EARLY=early,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if early else {}),
+        **_start(early),
     )
 
 
-def normalise(
-    given: Tensor, scales: Tensor, out: Tensor, epsilon: float, *, early: bool = False, ahead: Ahead | None = None
-) -> None:
+def normalise(given: Tensor, scales: Tensor, out: Tensor, epsilon: float, *, early: bool = False) -> None:
     """RMSNorm of every row."""
     rows, width = given.shape
-    triton_kernels.normalise[(rows + (ahead.programs if ahead else 0),)](
+    triton_kernels.normalise[(rows,)](
         given,
         scales,
         out,
-        ahead.weight if ahead else given,
-        rows,
         epsilon,
         WIDTH=width,
         WIDTH_2=triton.next_power_of_2(width),
         num_warps=8,
-        **_options(ahead, early),
+        **_start(early),
     )
 
 
-def gate(given: Tensor, out: Tensor, *, early: bool = False, ahead: Ahead | None = None) -> None:
+def gate(given: Tensor, out: Tensor, *, early: bool = False) -> None:
     """silu(first half) * second half of every row."""
     rows, width = out.shape
     programs = rows * triton.cdiv(width, GATE_BLOCK)
-    triton_kernels.gate[(programs + (ahead.programs if ahead else 0),)](
-        given,
-        out,
-        ahead.weight if ahead else given,
-        programs,
-        WIDTH=width,
-        BLOCK=GATE_BLOCK,
-        **_options(ahead, early),
-    )
+    triton_kernels.gate[(programs,)](given, out, WIDTH=width, BLOCK=GATE_BLOCK, **_start(early))
 
 
 class Choice:
@@ -165,7 +88,6 @@ class Choice:
 
     def __call__(self, logits: Tensor, tokens: Tensor, positions: Tensor, most: int, early: bool = False) -> None:
         block = triton.next_power_of_2(triton.cdiv(self.vocabulary, self.PARTS))
-        more: dict[str, Any] = {"launch_pdl": True} if early else {}
         triton_kernels.choose[(self.PARTS, len(logits))](
             logits,
             tokens,
@@ -177,8 +99,7 @@ class Choice:
             VOCABULARY=self.vocabulary,
             PARTS=self.PARTS,
             BLOCK=block,
-            EARLY=early,
-            **more,
+            **_start(early),
         )
 
 
@@ -205,16 +126,13 @@ class SplitAttention:
         *,
         new: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
         early: bool = False,
-        ahead: Ahead | None = None,
     ) -> None:
         """keys, values: (slots, length, heads, width), any strides but the last. new: key and value of this token and
         the tables of cosines and sines, if they are not in the cache yet and nothing is rotated."""
         key, value, cosines, sines = new or (query,) * 4
         division = self.division
         slot_stride, token_stride, head_stride, _ = keys.stride()
-        slots, together = len(query), self.heads * division.splits
-        extra = triton.cdiv(ahead.programs, together) if ahead else 0
-        triton_kernels.attend[(self.heads, division.splits, slots + extra)](
+        triton_kernels.attend[(self.heads, division.splits, len(query))](
             query,
             key,
             value,
@@ -228,8 +146,6 @@ class SplitAttention:
             self.maxima,
             self.sums,
             self.arrived,
-            ahead.weight if ahead else query,
-            slots,
             scale * LOG2_E,
             query.stride(0),
             key.stride(0),
@@ -249,5 +165,5 @@ class SplitAttention:
             STAGES=division.stages,
             STORES=new is not None,
             num_warps=division.warps,
-            **_options(ahead, early),
+            **_start(early),
         )

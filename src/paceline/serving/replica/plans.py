@@ -9,21 +9,20 @@ from dataclasses import dataclass
 PRODUCTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 # A split of a context is a multiple of this.
 CONTEXT_MULTIPLE = 16
+# A split has at least so many tokens of the longest context. One program puts all splits of a group together.
+LEAST_SPLIT, MOST_SPLITS = 64, 32
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is divided: outputs of a program, inputs per iteration, parts of these that are summed apart (0:
-    plain loads and no tensor cores, for a single row), iterations in flight, warps of a program."""
+    """How the product of a single row is divided: outputs of a program, inputs per iteration, warps of a program."""
 
     block: int
     depth: int
-    parts: int
-    stages: int
     warps: int
 
-    def fits(self, rows: int, outputs: int, inputs: int) -> bool:
-        return outputs % self.block == 0 and inputs % self.depth == 0 and (rows == 1 or self.parts > 0)
+    def fits(self, outputs: int, inputs: int) -> bool:
+        return outputs % self.block == 0 and inputs % self.depth == 0
 
 
 @dataclass(frozen=True)
@@ -37,30 +36,28 @@ class Division:
 
     @staticmethod
     def of(groups: int, processors: int, length: int) -> Division:
-        """groups: slots times key heads. Two programs for each processor, where contexts are long enough."""
+        """groups: slots times key heads. No more programs than processors, unless the groups alone are more."""
+        most = min(processors // groups, length // LEAST_SPLIT, MOST_SPLITS)
         splits = 1
-        while groups * splits < 2 * processors and splits * 2 * CONTEXT_MULTIPLE <= length and splits < 32:
+        while splits * 2 <= most:
             splits *= 2
-        return Division(splits, 64, 3, 4)
+        return Division(splits, 64, 3, 4) if splits > 1 else Division(1, 32, 4, 2)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is computed. tiles: of products that have a kernel of ours; the others are torch's. early: kernels
-    start before the one before them has ended. ahead: bytes of the next product's weight that the small kernels before
-    it bring into the cache; around_attention: attention does, too."""
+    """How a step is computed. tiles: of products that have a kernel of ours, which needs a single slot; the others are
+    torch's. early: kernels start before the one before them has ended."""
 
     attention: Division
     tiles: Mapping[str, Tile]
     early: bool
-    ahead: int = 0
-    around_attention: int = 0
 
 
 def plan_of(
     sizes: Mapping[str, tuple[int, int]], slots: int, heads: int, length: int, processors: int, early: bool
 ) -> Plan:
     """sizes: outputs and inputs of every product. heads: key heads."""
-    tiles = dict.fromkeys(PRODUCTS, Tile(4, 1024, 0, 0, 4)) if slots == 1 else {}
-    fitting = {name: tile for name, tile in tiles.items() if tile.fits(slots, *sizes[name])}
-    return Plan(Division.of(slots * heads, processors, length), fitting, early)
+    tile = Tile(4, 1024, 4)
+    tiles = {name: tile for name in PRODUCTS if slots == 1 and tile.fits(*sizes[name])}
+    return Plan(Division.of(slots * heads, processors, length), tiles, early)

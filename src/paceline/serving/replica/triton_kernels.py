@@ -34,14 +34,6 @@ def touch(at):
 
 
 @triton.jit
-def fetch(weight, number, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Bring the first columns of some rows of a weight into the cache of all processors."""
-    row = ((number * ROWS + tl.arange(0, ROWS)) % OUTPUTS).to(tl.int64)
-    lines: tl.constexpr = COLUMNS // LINE
-    touch(weight + row[:, None] * INPUTS + (tl.arange(0, lines) * LINE)[None, :])
-
-
-@triton.jit
 def rotated(base, cosines, sines, offsets, turned, sign, mask):
     straight = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
     across = tl.load(base + turned, mask=mask, other=0.0).to(tl.float32)
@@ -63,8 +55,6 @@ def attend(
     maxima,
     sums,
     arrived,
-    ahead,
-    slots,
     scale,
     query_slot,
     key_slot,
@@ -84,21 +74,12 @@ def attend(
     STAGES: tl.constexpr,
     STORES: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD_OUTPUTS: tl.constexpr,
-    AHEAD_INPUTS: tl.constexpr,
-    AHEAD_COLUMNS: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
 ):
     """One token of one slot against one split of what the slot has cached, for all query heads of a key head.
 
     STORES: query and key are not rotated yet, and key and value not in the cache; otherwise the cache has them.
     """
     head, split, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if AHEAD_COLUMNS > 0:  # noqa: SIM102 - known to the compiler, which then drops the rest
-        if slot >= slots:
-            number = ((slot - slots) * SPLITS + split) * HEADS + head
-            fetch(ahead, number, AHEAD_OUTPUTS, AHEAD_INPUTS, AHEAD_COLUMNS, AHEAD_ROWS)
-            return
     # What is cached and how far does not depend on the kernels just before.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -196,72 +177,6 @@ def attend(
 
 
 @triton.jit
-def multiply(
-    given,
-    weight,
-    out,
-    count,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    GATED: tl.constexpr,
-    ADDS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """out = given @ weight.T for few rows of `given`, on tensor cores. GATED: weight has the rows of the gate and then
-    those of the other half; out is silu(gate) * other. ADDS: added to what out has.
-
-    The inputs of an iteration are divided in PARTS, each summed by other warps: with so few rows there is nothing else
-    to divide, and one warp alone would add them all, one after another.
-    """
-    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        # Weights do not depend on the kernel before.
-        lines: tl.constexpr = 2 * DEPTH // LINE
-        line_at = output.to(tl.int64)[:, None] * INPUTS + (tl.arange(0, lines) * LINE)[None, :]
-        touch(weight + line_at)
-        if GATED:
-            touch(weight + OUTPUTS * INPUTS + line_at)
-        tl.extra.cuda.gdc_wait()
-    row = tl.arange(0, ROWS)
-    taken = row < count
-    if PARTS == 1:
-        depth = tl.arange(0, DEPTH)
-        sums = tl.zeros([BLOCK, ROWS], tl.float32)
-        others = tl.zeros([BLOCK, ROWS], tl.float32)
-        at = weight + output.to(tl.int64)[:, None] * INPUTS + depth[None, :]
-        of = given + row[None, :] * INPUTS + depth[:, None]
-        known = taken[None, :] & (depth >= 0)[:, None]
-    else:
-        depth = tl.arange(0, PARTS)[:, None] * (DEPTH // PARTS) + tl.arange(0, DEPTH // PARTS)[None, :]
-        sums = tl.zeros([PARTS, BLOCK, ROWS], tl.float32)
-        others = tl.zeros([PARTS, BLOCK, ROWS], tl.float32)
-        at = weight + output.to(tl.int64)[None, :, None] * INPUTS + depth[:, None, :]
-        of = given + row[None, None, :] * INPUTS + depth[:, :, None]
-        known = taken[None, None, :] & (depth >= 0)[:, :, None]
-    for start in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
-        tile = tl.load(of + start, mask=known, other=0.0)
-        sums = tl.dot(tl.load(at + start), tile, sums)
-        if GATED:
-            others = tl.dot(tl.load(at + (OUTPUTS * INPUTS + start)), tile, others)
-    if PARTS > 1:
-        sums = tl.sum(sums, axis=0)
-        others = tl.sum(others, axis=0)
-    if GATED:
-        sums = sums / (1.0 + tl.exp(-sums)) * others
-    to = out + row[None, :] * OUTPUTS + output[:, None]
-    mask = taken[None, :] & (output >= 0)[:, None]
-    if ADDS:
-        sums += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def multiply_one(
     given,
     weight,
@@ -277,7 +192,11 @@ def multiply_one(
     ADDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`_multiply` for a single row. Weights do not depend on the kernel before: some are read while it ends."""
+    """out = given @ weight.T for a single row of `given`. NORMED: an RMSNorm with `scales` comes first. GATED: weight
+    has the rows of the gate and then those of the other half; out is silu(gate) * other. ADDS: added to what out has.
+
+    Weights do not depend on the kernel before: some are read while it ends.
+    """
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     depth = tl.arange(0, DEPTH)
     at = weight + output.to(tl.int64)[:, None] * INPUTS + depth[None, :]
@@ -323,22 +242,12 @@ def normalise(
     given,
     scales,
     out,
-    ahead,
-    rows,
     epsilon,
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD_OUTPUTS: tl.constexpr,
-    AHEAD_INPUTS: tl.constexpr,
-    AHEAD_COLUMNS: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if AHEAD_COLUMNS > 0:  # noqa: SIM102 - known to the compiler, which then drops the rest
-        if row >= rows:
-            fetch(ahead, row - rows, AHEAD_OUTPUTS, AHEAD_INPUTS, AHEAD_COLUMNS, AHEAD_ROWS)
-            return
     begin(EARLY)
     column = tl.arange(0, WIDTH_2)
     mask = column < WIDTH
@@ -352,21 +261,11 @@ def normalise(
 def gate(
     given,
     out,
-    ahead,
-    programs,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD_OUTPUTS: tl.constexpr,
-    AHEAD_INPUTS: tl.constexpr,
-    AHEAD_COLUMNS: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if AHEAD_COLUMNS > 0:  # noqa: SIM102 - known to the compiler, which then drops the rest
-        if program >= programs:
-            fetch(ahead, program - programs, AHEAD_OUTPUTS, AHEAD_INPUTS, AHEAD_COLUMNS, AHEAD_ROWS)
-            return
     begin(EARLY)
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = program // blocks

@@ -76,7 +76,7 @@ def gate(given: Tensor, out: Tensor, **_more: Any) -> None:
     out.copy_(F.silu(first) * second)
 
 
-def multiply(given: Tensor, weight: Tensor, out: Tensor, tile: Tile, **more: Any) -> None:
+def multiply_one(given: Tensor, weight: Tensor, out: Tensor, tile: Tile, **more: Any) -> None:
     if more.get("scales") is not None:
         given = F.rms_norm(given, given.shape[1:], more["scales"], more["epsilon"])
     found = given @ weight.t()
@@ -88,18 +88,16 @@ def multiply(given: Tensor, weight: Tensor, out: Tensor, tile: Tile, **more: Any
 STAND_IN = SimpleNamespace(
     SplitAttention=Attention,
     Choice=Choice,
-    Ahead=SimpleNamespace(of=lambda _weight, _most: None),
     normalise=normalise,
     gate=gate,
-    multiply=multiply,
-    multiply_one=multiply,
+    multiply_one=multiply_one,
 )
 
 
-@pytest.mark.parametrize("parts", [None, 0, 2])
-def test_fused_steps_answer_as_a_plain_loop_does(parts: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's products and with both of ours; a slot is filled while others go on."""
-    tiles = {} if parts is None else dict.fromkeys(PRODUCTS, Tile(16, 32, parts, 2, 4))
+@pytest.mark.parametrize("ours", [(), PRODUCTS])
+def test_fused_steps_answer_as_a_plain_loop_does(ours: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's products and with ours; a slot is filled while others go on."""
+    tiles = dict.fromkeys(ours, Tile(16, 32, 4))
     monkeypatch.setattr(replica, "kernels", STAND_IN, raising=False)
     monkeypatch.setattr(fused, "is_fusible", lambda model: True)
     decoding = opened(LLAMA)
@@ -138,14 +136,26 @@ def test_other_layers_keep_their_own_code() -> None:
     assert not fused.has_known_layers(decoding.model)
 
 
-@pytest.mark.parametrize(("slots", "splits"), [(1, 32), (8, 8), (32, 2), (128, 1)])
-def test_long_contexts_are_divided_where_processors_would_be_idle(slots: int, splits: int) -> None:
-    assert plans.plan_of(SIZES, slots, 8, 2048, 132, True).attention.splits == splits
+@pytest.mark.parametrize(
+    ("slots", "length", "division"),
+    [
+        (1, 640, Division(8, 64, 3, 4)),
+        (8, 640, Division(2, 64, 3, 4)),
+        (32, 640, Division(1, 32, 4, 2)),
+        (128, 640, Division(1, 32, 4, 2)),
+        (1, 2048, Division(16, 64, 3, 4)),
+        (8, 8192, Division(2, 64, 3, 4)),
+    ],
+)
+def test_attention_is_divided_as_was_fastest_on_an_h200(slots: int, length: int, division: Division) -> None:
+    """132 processors and 8 key heads. One request, and the longer contexts, follow from the rule alone."""
+    assert plans.plan_of(SIZES, slots, 8, length, 132, True).attention == division
 
 
-def test_short_contexts_are_not_divided_below_a_tile() -> None:
-    assert Division.of(8, 132, 64).splits == 4
-    assert Division.of(8, 132, 16).splits == 1
+def test_short_contexts_are_not_divided_below_a_tile_nor_long_ones_without_end() -> None:
+    assert Division.of(8, 132, 127).splits == 1
+    assert Division.of(8, 132, 128).splits == 2
+    assert Division.of(1, 132, 131_072).splits == 32
 
 
 def test_a_product_that_no_tile_divides_is_left_to_torch() -> None:
