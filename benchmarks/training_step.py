@@ -7,8 +7,8 @@ explains is different work, whatever its speed. `floor` times every product and 
 
 Run `python benchmarks/training_step.py [--shape NAME] [--variants base,loss,...] [--out DIR]`; one JSON line per
 variant, and one file of kernels each in DIR. `--tiny` rehearses everything on a CPU. Nothing here passes or fails.
-llama-8b fits on one card of 141 GB with its activations recomputed; 8 of its 32 layers are a shape of their own. `32k` and
-`131k` are one sequence of that length in llama-1b's shape, recomputed.
+llama-8b fits on one card of 141 GB with its activations recomputed; 8 of its 32 layers are a shape of their own. `32k`
+and `131k` are one sequence of that length in llama-1b's shape, recomputed.
 """
 
 from __future__ import annotations
