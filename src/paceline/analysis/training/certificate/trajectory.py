@@ -238,6 +238,8 @@ def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
         expected = f"within {limit:.2g} of {source} at step {step}, relative ({origin})"
         seen = f"{worst:.2g} at step {step}, the closest to its limit of {len(deviations)} compared steps"
         seen = seen if math.isfinite(worst) else f"not a number at step {step}"
-        return checked(name, expected, [] if worst <= limit else [seen], seen)
+        # A fixed limit does not depend on the number of copies.
+        excess = max(shares) if standard.variants else None
+        return checked(name, expected, [] if worst <= limit else [seen], seen, excess)
 
     return check
