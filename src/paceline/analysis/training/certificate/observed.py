@@ -137,11 +137,13 @@ def standard_of(references: Sequence[RunRecord], group: Sequence[Observed]) -> S
         missing = f"the reference {reference.spec.run_id} left no evidence or no steps"
     if reference is None or missing:
         return Standard(None, (), missing, tuple(group), {})
-    own: dict[Any, RunRecord] = dict.fromkeys(StepSeries.of(reference.steps).column("variant"), reference)
+    own = dict.fromkeys(StepSeries.of(reference.steps).column("variant"), reference)
     # A reference without copies has a fixed limit.
     more = [r for r in references if r.is_supplement and r.status == Status.OK and len(own) > 1]
     # The same number is the same trajectory, wherever it was computed again.
-    holders = {number: r for r in more for number in StepSeries.of(r.steps).column("variant")} | own
+    holders: dict[Any, RunRecord] = {
+        number: r for r in more for number in StepSeries.of(r.steps).column("variant")
+    } | own
     variants = tuple(observe(holders[number], number) for number in sorted(holders) if number)
     base = observe(reference)
     exact = [run for run in group if run.spec.approximation is None]
