@@ -48,7 +48,7 @@ class Ranks:
             own = [s for s in (*record.steps, *record.memory, *record.wire, *record.traces) if s.rank == rank]
             (run_dir / f"samples-{rank}.jsonl").write_text("".join(map(store.sample_line, own)))
             if self.fails and "first" in spec.workload.options:
-                outcome = replace(outcome, status=Status.OOM, error="full", evidence=None)  # noqa: PLW2901
+                outcome = replace(outcome, status=Status.OOM, error="full", evidence=None)
             store.write_outcome(run_dir, outcome)
 
     @property
