@@ -164,7 +164,7 @@ CERTIFIED, CONSISTENT, DIFFERENT = "certified", "consistent", "different"
 
 # A limit above this share of the loss does not tell a mistake from rounding: such a step was not really compared.
 LOOSE_LIMIT = 0.05
-# A deviation this many times its limit is no matter of how many re-seeded references there are.
+# Further beyond its limit, a deviation hardly ever comes from having few re-seeded references.
 NARROW = 3.0
 
 

@@ -2,7 +2,7 @@
 
 The tolerance of a certificate is a multiple of the largest deviation of the copies. More copies can only raise it, so a
 run that passes with few of them would pass with all. Computing the rest only after a narrow refusal therefore gives the
-verdicts of always having them all, and costs nothing where nobody is refused.
+verdicts of always having them all, except for runs that are further off, and costs nothing where nobody is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.results import store
 from paceline.results.records import RunRecord, Status
 from paceline.results.samples import StepSeries
 
-# Of honest simulated runs, 15 % are refused with three copies and 1.7 % with eight (`benchmarks/error_rates.py`).
+# Of honest simulated runs, 15 % are refused with three copies and 2 % so (`benchmarks/error_rates.py`).
 MORE = 5
 
 
