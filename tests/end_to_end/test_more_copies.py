@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def done(
     tmp_path_factory: pytest.TempPathFactory,
     make_spec: Callable[..., RunSpec],
     environment: Callable[..., dict[str, str]],
-) -> Iterator[tuple[dict[str, RunRecord], list[Status], list[str], Path]]:
+) -> tuple[dict[str, RunRecord], list[Status], list[str], Path]:
     out, messages = tmp_path_factory.mktemp("copies"), list[str]()
     run_attempts = supervision.run_attempts
 
@@ -58,7 +58,7 @@ def done(
         statuses = controller.campaign(specs, out, Watcher(), notify=messages.append)
     records, skipped = store.read_runs(out)
     assert not skipped
-    yield {str(r.spec.strategy or r.spec.workload): r for r in records}, statuses, messages, out
+    return {str(r.spec.strategy or r.spec.workload): r for r in records}, statuses, messages, out
 
 
 def test_more_copies_decide_about_an_honest_run_and_a_mistake(done: Any) -> None:

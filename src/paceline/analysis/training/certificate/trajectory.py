@@ -27,7 +27,7 @@ RANK_TOLERANCE = 1e-5
 # model in bf16 may, by chance.
 LEAST_TOLERANCE = 1e-4
 # Another run of the same arithmetic is one more sample next to the re-seeded references: it sometimes exceeds their
-# largest deviation, but hardly ever twice that of eight. Of three it does, so five more follow (`Certificate.is_narrow`).
+# largest deviation, but hardly ever twice that of eight. Where three were too few, five more follow.
 SPREAD_FACTOR = 2.0
 # After the reference, the losses of honest bf16 runs on an H200 drifted apart from 6e-4 to 1.5e-2 in 18 steps, never
 # doubling in one of them. Their gradient norms jumped, by up to 0.05; a wrong mean would be a factor.
