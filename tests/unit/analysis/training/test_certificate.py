@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from training_records import build_supplement
 
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.training.certificate import certify, certify_all
-from paceline.experiment.choices import Choice
 from paceline.results.records import OperationSample, RunRecord, Status
 
 Builder = Callable[..., Any]
@@ -349,12 +349,8 @@ class TestNarrowRefusals:
         return make_reference(run.spec, variants=(0.0, 0.001, -0.0005, 0.0))  # type: ignore[no-any-return]
 
     @pytest.fixture
-    def five(self, three: RunRecord, make_steps: Builder) -> RunRecord:
-        workload = Choice("reference", {"first": 4, "variants": 9})
-        spec = dataclasses.replace(three.spec, workload=workload)
-        offs = (0.0, 0.0005, -0.003, 0.001, 0.002)
-        steps = [s for number, off in enumerate(offs, 4) for s in make_steps(spec, 1.0, number, off)]
-        return dataclasses.replace(three, spec=spec, steps=tuple(steps))
+    def five(self, three: RunRecord) -> RunRecord:
+        return build_supplement(three, (0.0, 0.0005, -0.003, 0.001, 0.002))
 
     def off(self, run: RunRecord, by: float) -> RunRecord:
         steps = (dataclasses.replace(s, loss=s.loss * (1 + by)) for s in run.steps)

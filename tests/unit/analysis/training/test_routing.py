@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from training_records import build_supplement
 
 from paceline.analysis.training import routing
 from paceline.analysis.training.certificate import certify
@@ -83,11 +84,7 @@ def test_more_copies_allow_as_many_other_choices(make_spec: Any, make_record: An
 
     reference = make_reference(run.spec, variants=(0.0, 0.001))
     reference = dataclasses.replace(reference, routings=(*copies(0), *copies(1)))
-    workload = dataclasses.replace(reference.spec.workload, options={"first": 2, "variants": 3})
-    later = tuple(dataclasses.replace(step, variant=2) for step in reference.steps if step.variant)
-    supplement = dataclasses.replace(
-        reference, spec=dataclasses.replace(reference.spec, workload=workload), steps=later, routings=copies(2)
-    )
+    supplement = dataclasses.replace(build_supplement(reference, (0.0,)), routings=copies(2))
     other = with_routing(run, first=(17, 23, 14, 10))
     refused = certify(other, reference, [])
     assert "at least 6 other choices in layer 0 at step 0, expected at most 4" in refused.reasons[0]
