@@ -1,12 +1,13 @@
 """How often the verdicts are wrong: simulated campaigns through the analysis that reports use.
 
-    python benchmarks/error_rates.py [--campaigns N] [--write]
+    python benchmarks/error_rates.py [--campaigns N] [--only-certificates] [--write]
 
 Every campaign has known speeds. Steps have AR(1) noise, launches differ by a known spread, and a disturbance may be
 added: outliers, drift, bursts of a neighbour, another day. The launch order is the one that `paceline run` would use.
 A row counts three things: campaigns with any false verdict between equal cells, how often the 95 % interval of a ratio
-covers the truth, and how often a cell that is 3 % faster is called faster. --write puts the table into docs/method.md.
-Nothing here passes or fails.
+covers the truth, and how often a cell that is 3 % faster is called faster. Another table says how often a certificate
+refuses an honest run, by the number of re-seeded references. --write puts the tables into docs/method.md. Nothing here
+passes or fails.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ from numpy.typing import NDArray
 from paceline.analysis.compare import cells, fingerprint
 from paceline.analysis.compare.precision import trained_widths
 from paceline.analysis.findings import BETTER, WORSE
+from paceline.analysis.findings.training import NARROW
 from paceline.analysis.statistics.changepoints import splits
 from paceline.analysis.statistics.intervals import ratio_between
 from paceline.analysis.statistics.verdict import BETWEEN_DAYS, FEWEST_LAUNCHES, verdict_of
 from paceline.analysis.training import metrics
+from paceline.analysis.training.certificate.trajectory import SPREAD_FACTOR
 from paceline.analysis.training.window import STEP_COLUMNS, Window, open_window
+from paceline.campaign.run.controller import VARIANTS
+from paceline.campaign.run.copies import MORE
 from paceline.campaign.run.stopping import MOST_LAUNCHES
 from paceline.experiment import expansion
 from paceline.experiment.choices import Choice
@@ -57,6 +62,10 @@ WORDS = {
     DAYS: f"`compare` of two campaigns on two days; days differ by a normal spread of {BETWEEN_DAYS * 100:.0f} %",
 }
 MARKS = "<!-- error rates: benchmarks/error_rates.py -->", "<!-- end of error rates -->"
+CERTIFICATE_MARKS = "<!-- refused runs: benchmarks/error_rates.py -->", "<!-- end of refused runs -->"
+# Rounding of a certified quantity grows by this factor at each step; mistakes are so many times as large as rounding.
+CERTIFIED_STEPS, ROUNDING_GROWTH, MISTAKES = 10, 1.3, (3.0, 5.0)
+CERTIFICATES = 200_000
 
 
 @dataclass(frozen=True)
@@ -283,11 +292,66 @@ def history_table(series: int) -> str:
     return "\n".join(lines)
 
 
+def excesses(run: Array, copies: Array) -> Array:
+    """The deviation of each simulated run at each step, as a multiple of its limit."""
+    return run / (SPREAD_FACTOR * np.maximum.accumulate(copies.max(axis=1), axis=1))
+
+
+def certificate_table(runs: int) -> str:
+    """How often one quantity of an honest run, and of those with a mistake, is refused."""
+    few, all_copies = VARIANTS - 1, VARIANTS - 1 + MORE
+    rng = np.random.default_rng(0)
+    # The reference, the run and the copies are exchangeable.
+    noise = rng.standard_normal((runs, 2 + all_copies, CERTIFIED_STEPS))
+    for step in range(1, CERTIFIED_STEPS):
+        noise[..., step] = CORRELATION * noise[..., step - 1] + math.sqrt(1 - CORRELATION**2) * noise[..., step]
+    growth = ROUNDING_GROWTH ** np.arange(CERTIFIED_STEPS)
+    copies = np.abs(noise[:, 2:] - noise[:, :1]) * growth
+
+    def refused(mistake: float) -> dict[str, NDArray[np.bool_]]:
+        """By number of copies, which runs are refused at which step."""
+        run = np.abs(noise[:, 1] + mistake - noise[:, 0]) * growth
+        found = {count: excesses(run, copies[:, :count]) for count in (few, 2 * few, all_copies)}
+        is_narrow = found[few].max(axis=1, keepdims=True) <= NARROW
+        on_demand = np.where(is_narrow, found[all_copies], found[few])
+        named = {str(count): each for count, each in found.items()}
+        named[f"{few}, and {MORE} more after a narrow refusal"] = on_demand
+        return {name: each > 1 for name, each in named.items()}
+
+    columns = ("re-seeded references", "honest: refused at the first step", "at any step")
+    columns += tuple(f"deviation of {mistake:g} x rounding: refused" for mistake in MISTAKES)
+    honest, *wrong = (refused(mistake) for mistake in (0.0, *MISTAKES))
+    lines = [
+        f"{runs:,} runs, one quantity, {CERTIFIED_STEPS} steps. Rounding: the standard deviation of one trajectory.",
+        "",
+        f"| {' | '.join(columns)} |",
+        f"| --- {'| ---: ' * (len(columns) - 1)}|",
+    ]
+    for name, each in honest.items():
+        shares = (each[:, 0].mean(), *(found[name].any(axis=1).mean() for found in (honest, *wrong)))
+        lines.append(f"| {name} | {' | '.join(f'{share * 100:.1f} %' for share in shares)} |")
+    return "\n".join(lines)
+
+
+def between(marks: tuple[str, str], text: str) -> None:
+    """Replace what is between these marks in docs/method.md."""
+    page = Path(__file__).parents[1] / "docs" / "method.md"
+    before, rest = page.read_text().split(marks[0])
+    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{rest.split(marks[1])[1]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--campaigns", type=int, default=1000, help="for each row (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/method.md")
+    parser.add_argument("--only-certificates", action="store_true", help="only how often certificates refuse runs")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/method.md")
     arguments = parser.parse_args()
+    certificates = certificate_table(CERTIFICATES)
+    print(certificates)
+    if arguments.write:
+        between(CERTIFICATE_MARKS, certificates)
+    if arguments.only_certificates:
+        return
     rows = [Row(*each) for each in itertools.product(DISTURBANCES, SPREADS, LAUNCHES, CELLS)]
     rows += [Row(PLAIN, spread, UNTIL_LAUNCHES, count) for spread in SPREADS for count in CELLS]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -298,9 +362,7 @@ def main() -> None:
     text = f"{table(found, arguments.campaigns)}\n\n{history_table(arguments.campaigns // 4)}"
     print(text)
     if arguments.write:
-        page = Path(__file__).parents[1] / "docs" / "method.md"
-        before, rest = page.read_text().split(MARKS[0])
-        page.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+        between(MARKS, text)
 
 
 if __name__ == "__main__":

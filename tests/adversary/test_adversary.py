@@ -18,6 +18,7 @@ from adversary import honest, other_data, planted, ranks, routed, split
 from paceline.analysis.findings import Certificate
 from paceline.analysis.training.certificate import certify_all
 from paceline.campaign.run.controller import references_of
+from paceline.campaign.run.copies import supplement_of
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.results import store
@@ -205,20 +206,27 @@ def judged(
     tmp_path_factory: pytest.TempPathFactory,
     environment: Callable[..., dict[str, str]],
     nursery: None,
-) -> tuple[dict[str, RunSpec], dict[str, Certificate]]:
+) -> tuple[dict[str, RunSpec], dict[str, Certificate], dict[str, Certificate]]:
+    """The runs, their certificates, and those that a campaign reaches after a narrow refusal: with more copies."""
     out: Path = tmp_path_factory.mktemp("-".join(("adversary", *request.param)))
     specs = cases(*request.param, make_spec)
     references = [dataclasses.replace(spec, experiment="test") for spec in references_of(list(specs.values())).values()]
-    records = []
-    for group in (references, *launches(specs, request.param[0])):
+    records = ranks.run_all(out, [store.create(out, spec) for spec in references], environment())
+    supplements = [
+        supplement
+        for spec, record in zip(references, records, strict=True)
+        if spec.workload.options["variants"] != 1 and (supplement := supplement_of(spec, [record]))
+    ]
+    for group in (*([supplements] if supplements else []), *launches(specs, request.param[0])):
         records += ranks.run_all(out, [store.create(out, spec) for spec in group], environment())
     broken = [f"{r.spec.run_id}: {r.error}" for r in records if r.status is not Status.OK]
     assert not broken, broken
-    return specs, certify_all(records)
+    return specs, certify_all([record for record in records if not record.is_supplement]), certify_all(records)
 
 
 def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
-    specs, certificates = judged
+    """Also with all copies of the reference, which allow the largest deviations."""
+    specs, _, certificates = judged
     expected = {**REFUSED_BY, **REFUSED_SPLIT, **REFUSED_ROUTED, **dict.fromkeys(other_data.MISTAKES, "data")}
     wrong = []
     for name, check in expected.items():
@@ -231,7 +239,7 @@ def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
 
 
 def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
-    specs, certificates = judged
+    specs, certificates, _ = judged
     for name in (name for name in (*HONEST, *SETTINGS, *SPLIT, *ROUTED) if name in specs):
         certificate = certificates[specs[name].run_id]
         assert certificate.reasons == (), name

@@ -175,6 +175,16 @@ def build_reference(spec: RunSpec, variants: Sequence[float] = (0.0,), steps: in
     return build_record(alone, **{"steps": tuple(samples)} | more)
 
 
+def build_supplement(reference: RunRecord, variants: Sequence[float]) -> RunRecord:
+    """More copies of a reference, with these relative shifts."""
+    first = 1 + max(step.variant for step in reference.steps)
+    workload = Choice("reference", {"first": first, "variants": first + len(variants)})
+    spec = dataclasses.replace(reference.spec, workload=workload)
+    samples = [s for number, off in enumerate(variants, first) for s in build_steps(spec, 1.0, number, off)]
+    path = reference.path.replace(reference.spec.run_id, spec.run_id)
+    return dataclasses.replace(reference, spec=spec, steps=tuple(samples), path=path)
+
+
 def noisy(n: int, mean: float, spread: float, seed: int, launch_spread: float = 0.0) -> list[float]:
     """n step times around mean; spread and launch_spread are relative standard deviations."""
     rng = np.random.default_rng(seed)

@@ -46,7 +46,7 @@ class Side:
     certificates: Mapping[str, Certificate]
     cells: Mapping[str, Cell]
     measurements: Mapping[str, Sequence[Measurement]]
-    references: Mapping[str, RunRecord]
+    references: Mapping[str, Sequence[RunRecord]]
 
 
 def side_of(records: Sequence[RunRecord]) -> Side:
@@ -59,7 +59,7 @@ def side_of(records: Sequence[RunRecord]) -> Side:
         certificates,
         {cell.id: cell for cell in metrics.gather(map(open_window, valid))},
         grouped(uncertified.measurements, lambda m: m.cell),
-        {r.spec.work: r for r in records if r.is_reference and r.status is Status.OK},
+        grouped((r for r in records if r.is_reference and r.status is Status.OK), lambda r: r.spec.work),
     )
 
 
@@ -129,7 +129,8 @@ def _trained(old: Side, new: Side, origin: str, cell: str, family: int) -> Judge
     work = new.records[cell][0].spec.work
     peers = [r for runs in old.records.values() for r in runs if r.spec.work == work and r.spec.is_certified]
     trusted = [r for r in peers if r.status is Status.OK]
-    certificates = [certify(record, old.references.get(work), trusted) for record in new.records[cell]]
+    known = old.references.get(work, ())
+    certificates = [certify(r, known[0] if known else None, trusted, known[1:]) for r in new.records[cell]]
     certificate = next((c for c in certificates if not c.valid), certificates[0])
     trajectory = _trajectory(old.records[origin], new.records[cell])
     if device_kind(a) != device_kind(b):

@@ -541,6 +541,11 @@ class RunRecord:
         return self.spec.workload.name == "reference"
 
     @property
+    def is_supplement(self) -> bool:
+        """Whether it has only more re-seeded copies for a reference, which is another run."""
+        return self.is_reference and bool(self.spec.workload.options.get("first"))
+
+    @property
     def shares_gpu(self) -> bool:
         """Whether ranks shared a GPU; such runs say nothing about speed."""
         return any(o.evidence.settings.get("shared_gpu") for o in self.outcomes if o.evidence)

@@ -119,6 +119,11 @@ def note_repeats(run_dir: Path, count: int) -> None:
     sealing.amend(run_dir, repeated=count)
 
 
+def note_verdict(run_dir: Path, status: Status, error: str | None) -> None:
+    """Replace how a sealed run ended, after it was judged again."""
+    sealing.amend(run_dir, status=status, error=error and redaction.clean_text(error))
+
+
 def seal(
     run_dir: Path,
     status: Status,

@@ -17,20 +17,23 @@ TRAITS = Traits(trains=True)
 
 @dataclass(frozen=True)
 class Options:
-    """variants: loss trajectories to compute. All but the first re-seed what must not matter: the order of sequences in
+    """variants: number of loss trajectories. All but the first re-seed what must not matter: the order of sequences in
     each global batch, and the rounding to 16 bit of initial weights or, with adapters, of activations. Their spread is
-    the certificate's tolerance. least: steps to train however long they take; None for all. budget_s: stop after this
-    time beyond `least` steps; the certificate of later steps then rests on the other runs of the group. rounds_often:
-    a run of the group rounds at more or other points than plain code, so copies also round the outputs of layers
-    differently."""
+    the certificate's tolerance. first: the first one to compute; above 0 there are only more copies for a reference
+    that has the others, over `least` steps. least: steps to train however long they take; None for all. budget_s: stop
+    after this time beyond `least` steps; the certificate of later steps then rests on the other runs of the group.
+    rounds_often: a run of the group rounds at more or other points than plain code, so copies also round the outputs of
+    layers differently."""
 
     variants: int = 1
+    first: int = 0
     least: int | None = None
     budget_s: float = 30.0
     rounds_often: bool = False
 
     def __post_init__(self) -> None:
         require(self.variants >= 1, "reference.variants", self.variants, "a whole number from 1")
+        require(0 <= self.first < self.variants, "reference.first", self.first, "a whole number from 0, below variants")
         require(self.budget_s > 0, "reference.budget_s", self.budget_s, "a positive number of seconds")
 
 
@@ -52,28 +55,31 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
     covered = spec.steps
-    for variant in range(options.variants):
+    for variant in range(options.first, options.variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device), matrix_products(spec.training.precision):
             trainer = single.wrap(spec, seat, reseed=variant, rounds_often=options.rounds_often)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
-            if variant == 0:
-                start, initial = digest_weights(spec, trainer), initial_weights(spec, trainer)
-                first = min(options.least or spec.steps, spec.steps)
-                wall_s = loop.window(range(first))
-                # Every variant takes as long; a common length is what the budget allows, or all steps.
-                affordable = int(options.budget_s * first / (options.variants * wall_s))
-                covered = min(max(first, affordable), spec.steps)
-                if covered > first:
-                    wall_s += loop.window(range(first, covered))
-                observed = evidence(spec, seat, trainer, start, loop, wall_s, facts_of(corpus))
-                observed = with_final_weights(observed, spec, trainer, initial)
-                later = later_digests(partition, corpus, range(covered, spec.steps), options.budget_s)
-                recorder.conclude(dataclasses.replace(observed, later_digests=later))
-                audit(spec, seat, loop, recorder, first=covered)
-            else:
+            if variant > options.first:
                 loop.window(range(covered))
+            else:
+                start, initial = digest_weights(spec, trainer), initial_weights(spec, trainer)
+                least = min(options.least or spec.steps, spec.steps)
+                wall_s = loop.window(range(least))
+                # Every variant takes as long; a common length is what the budget allows, or all steps.
+                affordable = 0 if options.first else int(options.budget_s * least / (options.variants * wall_s))
+                covered = min(max(least, affordable), spec.steps)
+                if covered > least:
+                    wall_s += loop.window(range(least, covered))
+                observed = evidence(spec, seat, trainer, start, loop, wall_s, facts_of(corpus))
+                if variant == 0:
+                    observed = with_final_weights(observed, spec, trainer, initial)
+                    later = later_digests(partition, corpus, range(covered, spec.steps), options.budget_s)
+                    observed = dataclasses.replace(observed, later_digests=later)
+                recorder.conclude(observed)
+            if variant == 0:
+                audit(spec, seat, loop, recorder, first=covered)
         # A trainer and its optimizer refer to each other: collect them now to free the device for the next variant.
         del trainer, loop
         release_unused(seat.device)

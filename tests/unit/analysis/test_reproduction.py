@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from training_records import build_steps, build_supplement
 
 from paceline.analysis.findings.reproduction import CellReproduction, ReplayVerdict
 from paceline.analysis.reproduction import reproduce
@@ -87,6 +88,20 @@ def test_other_weights_are_not_the_stored_work(stored: list[RunRecord], make_cel
     found = replay(stored, [other(r) for r in again(stored)])
     assert found.verdict is ReplayVerdict.DIFFERS
     assert found.reason == golden
+
+
+def test_replayed_runs_are_judged_with_all_stored_copies(make_cell: Builder, make_reference: Builder) -> None:
+    runs = make_cell(1.0, repeats=5, precision="bf16")
+    reference = make_reference(runs[0].spec, variants=(0.0, 0.001))
+    off = [dataclasses.replace(r, steps=build_steps(r.spec, 1.0, off=0.003)) for r in runs]
+    own = make_reference(runs[0].spec, variants=(0.0, 0.002))
+    found = replay([*runs, reference], again([*off, own]))
+    assert found.verdict is ReplayVerdict.DIFFERS
+    assert "of 1 re-seeded references" in found.reason
+    more = build_supplement(reference, (0.002,))
+    found = replay([*runs, more, reference], again([*off, own]))
+    assert found.certificate is not None
+    assert found.certificate.valid
 
 
 def test_other_data_beyond_the_reference_is_seen(stored: list[RunRecord]) -> None:

@@ -80,13 +80,15 @@ def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> L
     launch.
     """
     by_start = sorted((*launches, *lenders), key=lambda record: record.started_at)
-    references = {r.spec.work: r for r in by_start if _can_prove(r)}
+    proving = [record for record in by_start if _can_prove(record)]
+    newest = {r.spec.work: campaign_of(r) for r in proving if not r.is_supplement}
     windows, asked, dropped = [], [], Counter[str]()
     for campaign in grouped(sorted(launches, key=lambda record: record.started_at), campaign_of).values():
         members = list({record.spec.run_id: record for record in campaign}.values())
-        own = {r.spec.work for r in members if _can_prove(r)}
-        wanted = dict.fromkeys(r.spec.work for r in members if r.spec.work not in own)
-        certificates = certify_all([*members, *(references[work] for work in wanted if work in references)])
+        own = {r.spec.work for r in members if _can_prove(r) and not r.is_supplement}
+        wanted = {r.spec.work for r in members} - own
+        lent = [r for r in proving if r.spec.work in wanted and campaign_of(r) == newest.get(r.spec.work)]
+        certificates = certify_all([*members, *lent])
         for record in filter(is_kept, members):
             status, reason = status_of(record, certificates.get(record.spec.run_id))
             if status is not Status.OK:

@@ -145,7 +145,8 @@ class Check:
     """One line of a certificate: what the group expects, and what this run did.
 
     basis: `observed` in the process by Paceline, `counted` there, or `declared` by the strategy. grades: a difference
-    lowers the level of a foreign script instead of making its run invalid.
+    lowers the level of a foreign script instead of making its run invalid. excess: of a deviation that was compared
+    with the spread of re-seeded references, the largest as a multiple of its limit; None for other checks and failures.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Check:
     observed: str
     basis: str = "observed"
     grades: bool = False
+    excess: float | None = field(default=None, metadata={"exported": False})
 
 
 # How equal the work of a foreign script is to that of its baseline.
@@ -162,6 +164,8 @@ CERTIFIED, CONSISTENT, DIFFERENT = "certified", "consistent", "different"
 
 # A limit above this share of the loss does not tell a mistake from rounding: such a step was not really compared.
 LOOSE_LIMIT = 0.05
+# Further beyond its limit, a deviation hardly ever comes from having few re-seeded references.
+NARROW = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +205,16 @@ class Certificate:
         return bool(self.checks) and all(check.ok or check.grades for check in self.checks)
 
     @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.ok and not check.grades)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a run is refused for nothing but deviations slightly beyond the spread of re-seeded references: more
+        of these would tell rounding from a mistake."""
+        return bool(self.failed) and all(c.excess is not None and c.excess <= NARROW for c in self.failed)
+
+    @property
     def unstable_from(self) -> int | None:
         """The first step at which references that differ only in rounding have drifted too far apart to judge a run."""
         limits = zip(self.loss.steps, self.loss.limits, strict=True) if self.loss else ()
@@ -213,8 +227,7 @@ class Certificate:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        failed = (check for check in self.checks if not check.ok and not check.grades)
-        return tuple(f"{c.name}: expected {c.expected}, observed {c.observed}" for c in failed)
+        return tuple(f"{c.name}: expected {c.expected}, observed {c.observed}" for c in self.failed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

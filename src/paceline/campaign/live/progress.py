@@ -37,7 +37,8 @@ def title(spec: RunSpec) -> str:
         point = f", {' and '.join(changed) or 'baseline'}"
     turn = f"{',' if point else ''} repeat {spec.repeat + 1}"
     if spec.strategy is None:
-        return f"reference of {spec.model_text} (global batch {spec.global_batch}{point})"
+        kind = "more re-seeded references" if spec.workload.options.get("first") else "reference"
+        return f"{kind} of {spec.model_text} (global batch {spec.global_batch}{point})"
     return f"{spec.strategy} {spec.model_text} x{spec.topology.world_size}{point}{turn}"
 
 

@@ -2,6 +2,7 @@
 
     campaign ── references, preflight, plan file ── for each run: execute
     execute  ── launch_once ── again if its trust light is red
+    settle   ── more copies of the reference (`copies`) and a second verdict, if the certificate was refused narrowly
     launch_once ── check ── adopt or begin ── attempts (`supervision`) ── advise if out of memory ── verdict ── seal
 
 Resuming a campaign means skipping the runs that are sealed.
@@ -27,7 +28,7 @@ from paceline.analysis.compare.precision import precision_of
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
 from paceline.analysis.training.trust import launch_trust
-from paceline.campaign.run import reference_cache, supervision
+from paceline.campaign.run import copies, reference_cache, supervision
 from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
@@ -88,7 +89,11 @@ def campaign(
         specs = stopping.planned(specs)
     repeats, obstacles = RedRepeats(red_repeats()), Obstacles(keep_going)
     references = references_of(specs)
-    runs = [*references.values(), *specs]
+    # What an earlier command computed; which others will be needed, nobody knows yet.
+    more = (copies.supplement_of(spec, copies.references(spec, out)) for spec in references.values())
+    supplements = [spec for spec in more if spec and store.is_sealed(out / spec.experiment / spec.run_id)]
+    runs = [*references.values(), *supplements, *specs]
+    announced: list[RunSpec] = []
     directory = out / specs[0].experiment
     # Checked first: over ssh, even preflight would disturb a run that another controller measures.
     store.require_free(directory)
@@ -100,13 +105,40 @@ def campaign(
     rule = None if stopping is None else stopping.text
 
     def announce(planned: Sequence[RunSpec]) -> None:
+        announced[:] = planned
         write_plan(directory, planned, rule, usd_per_hour)
         observer.begin(planned)
 
-    def run(requested: RunSpec) -> None:
-        """One planned run and, for a search, all that follow from it."""
-        series = [requested]
+    def settle(spec: RunSpec, reference: RunSpec) -> Status:
+        """The status of an invalid run after a second verdict with more copies of the reference, if it was refused
+        narrowly."""
+        known = copies.references(reference, out)
+        refused = copies.narrow_refusal(copies.read(spec, out), known)
+        supplement = copies.supplement_of(reference, known)
+        if refused is None or supplement is None:
+            return Status.INVALID
+        is_new = not store.is_sealed(out / supplement.experiment / supplement.run_id)
+        if is_new:
+            beyond = copies.refusal_text(refused, reference)
+            notify(f"{spec.run_id}: {beyond}. Computing {copies.MORE} more to tell rounding from a mistake.")
+            runs.append(supplement)
+            announce([*announced, supplement])
+            reuse(supplement)
+            run(supplement)
+        status, text = judge_again(spec, out, copies.references(reference, out))
+        if is_new or status is Status.OK:
+            notify(f"{spec.run_id}: {text}.")
+        return status
+
+    def reuse(spec: RunSpec) -> None:
+        if cache and _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
+            notify(reused_text(kept))
+
+    def run(requested: RunSpec) -> float:
+        """One planned run and, for a search, all that follow from it. Returns how long they took, in seconds."""
+        series, took = [requested], 0.0
         for spec in series:
+            begun = time.monotonic()
             sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
             if sealed is None and obstacles.block(spec):
                 obstacles.left_out.append(spec)
@@ -114,7 +146,10 @@ def campaign(
             status, error = sealed or execute(
                 spec, out, observer, references.get(spec.work), notify, repeats, obstacles
             )
+            took += time.monotonic() - begun
             observer.ended(spec, status, error, sealed is not None)
+            if status is Status.INVALID and spec.work in references and spec.is_certified:
+                status = settle(spec, references[spec.work])
             statuses.append(status)
             if cache and sealed is None and status is Status.OK and _is_reference(spec):
                 reference_cache.keep(spec, out / spec.experiment / spec.run_id)
@@ -128,13 +163,13 @@ def campaign(
             if following is not None and following not in series:
                 series.append(following)
                 runs.append(following)
-                announce(runs)
+                announce([*announced, following])
+        return took
 
     with store.exclusive(directory), closing(runs):
         announce(runs)
-        for spec in references.values() if cache else ():
-            if _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
-                notify(reused_text(kept))
+        for spec in references.values():
+            reuse(spec)
         if stopping is None:
             for requested in tuple(runs):
                 run(requested)
@@ -172,7 +207,7 @@ class Obstacles:
 def _run_until(
     stopping: Stopping,
     runs: list[RunSpec],
-    run: Callable[[RunSpec], None],
+    run: Callable[[RunSpec], float],
     is_blocked: Callable[[RunSpec], bool],
     announce: Callable[[Sequence[RunSpec]], None],
     directory: Path,
@@ -186,12 +221,10 @@ def _run_until(
     took: dict[str, float] = {}
     while planned:
         for spec in planned:
-            begun = time.monotonic()
             # The first launch of a cell is always made: nobody knows how long it takes.
-            if stopping.affords(took.get(spec.cell, 0.0), begun - began):
+            if stopping.affords(took.get(spec.cell, 0.0), time.monotonic() - began):
                 runs.append(spec)
-                run(spec)
-                took[spec.cell] = time.monotonic() - begun
+                took[spec.cell] = run(spec)
         records = read_finished(directory / spec.run_id for spec in runs)
         known, spent_s = precision_of(records), time.monotonic() - began
         # A launch takes longer than its steps: a rank imports torch, and the certificate is checked.
@@ -520,7 +553,7 @@ def launch_once(
     if status is Status.OK:
         try:
             record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
-            status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
+            status, error = verdict(record, copies.references(reference, out))
             light, steps = (launch_trust(record) if status is Status.OK else None), record.steps
         except StoreError as damage:
             # A node may have left anything. The other runs of the campaign go on.
@@ -555,8 +588,9 @@ def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
             child.wait()
 
 
-def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str | None]:
-    """ok, or invalid with the reasons of the certificate; a reference only needs finite losses.
+def verdict(record: RunRecord, references: Sequence[RunRecord]) -> tuple[Status, str | None]:
+    """ok, or invalid with the reasons of the certificate; a reference only needs finite losses. references: of its
+    work.
 
     Every report checks the agreement with the other runs of the group again, because it sees them all.
     """
@@ -566,12 +600,22 @@ def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str 
     if record.is_reference:
         finite = all(math.isfinite(sample.loss) for sample in record.steps)
         return (Status.OK, None) if finite else (Status.INVALID, "the reference's loss is not a number")
-    reference = None
-    if reference_dir is not None:
-        with contextlib.suppress(StoreError):
-            reference = store.read_run(reference_dir)
-    certificate = certify(record, reference, peers=())
+    certificate = certify(record, references[0] if references else None, (), references[1:])
     return (Status.OK, None) if certificate.valid else (Status.INVALID, "; ".join(certificate.reasons))
+
+
+def judge_again(spec: RunSpec, out: Path, references: Sequence[RunRecord]) -> tuple[Status, str]:
+    """Judge a sealed run with all references of its work, and change its seal if they decide otherwise. Returns the
+    status, and what was decided in words."""
+    run_dir = out / spec.experiment / spec.run_id
+    record = store.read_run(run_dir)
+    status, error = verdict(record, references)
+    if (status, error) != (record.status, record.error):
+        store.note_verdict(run_dir, status, error)
+    if not any(one.is_supplement and one.status is Status.OK for one in references):
+        return status, "still invalid, because no more re-seeded references could be computed"
+    decided = "valid" if status is Status.OK else "still invalid"
+    return status, f"{decided} with the limit of {copies.count(references)} re-seeded references"
 
 
 # --- for the verbs ---

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.campaign.run import copies
 from paceline.campaign.run.controller import leads_on
 from paceline.errors import RequestError, StoreError, require, shown
 from paceline.experiment import expansion, foreign, plugins, recipe
@@ -187,11 +188,5 @@ def known_runs(specs: Sequence[RunSpec], out: Path) -> int:
 
 def replayed(specs: Sequence[RunSpec], references: Collection[RunSpec], out: Path) -> list[RunRecord]:
     """The finished runs of these specs and of their references."""
-    records = []
-    for run_dir in (out / spec.experiment / spec.run_id for spec in (*specs, *references)):
-        if store.is_sealed(run_dir):
-            try:
-                records.append(store.read_run(run_dir))
-            except StoreError:
-                continue
-    return records
+    finished = filter(None, (copies.read(spec, out) for spec in specs))
+    return [*finished, *(record for spec in references for record in copies.references(spec, out))]

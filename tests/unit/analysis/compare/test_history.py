@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from training_records import build_steps, build_supplement
 
 from paceline.analysis.compare import history
 from paceline.analysis.findings import HistorySeries
@@ -101,6 +102,23 @@ def test_a_failed_reference_does_not_stand_in_for_one_that_ended_ok(days: Builde
         records[0], status=Status.FAILED, steps=(), outcomes=(), started_at=9e9, path="/results/day-2/reference"
     )
     assert len(speed([*records, failed]).points) == 8
+
+
+def test_copies_are_lent_with_their_reference_and_prove_nothing_alone(
+    make_cell: Builder, make_reference: Builder
+) -> None:
+    """The runs are further off than the first copies allow, and within what all of them do."""
+    runs = [
+        dataclasses.replace(r, path=f"/results/day-1/{r.spec.run_id}", steps=build_steps(r.spec, 1.0, off=0.003))
+        for r in make_cell(1.0, repeats=2, precision="bf16")
+    ]
+    reference = make_reference(runs[0].spec, variants=(0.0, 0.001), path="/results/day-0/reference")
+    more = build_supplement(reference, (0.002,))
+    assert history.judge([reference, *runs]).windows == []
+    assert history.judge([more, *runs]).windows == []
+    assert len(history.judge([reference, more, *runs]).windows) == 2
+    newer = dataclasses.replace(reference, started_at=9e9, path="/results/day-2/reference")
+    assert history.judge([reference, more, *runs, newer]).windows == [], "copies of another reference are not lent"
 
 
 def test_launches_that_do_not_count_are_told_with_the_reason(days: Builder, golden: object) -> None:

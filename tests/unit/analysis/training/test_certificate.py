@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from training_records import build_supplement
 
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.training.certificate import certify, certify_all
@@ -334,6 +335,72 @@ class TestTrajectory:
         drifting = make_reference(good.spec, variants=(0.0, 0.003))
         assert certify(self.spoil(good, loss=1.0059, grad_norm=1.0059), drifting, []).valid
         assert failed(certify(self.spoil(good, loss=1.0061), drifting, [])) == ["loss trajectory"]
+
+
+class TestNarrowRefusals:
+    """Three copies of the reference deviate by at most 0.001, so the limit is 0.002; five more by up to 0.003."""
+
+    @pytest.fixture
+    def run(self, make_spec: Builder, make_record: Builder) -> RunRecord:
+        return make_record(make_spec(precision="bf16"))  # type: ignore[no-any-return]
+
+    @pytest.fixture
+    def three(self, run: RunRecord, make_reference: Builder) -> RunRecord:
+        return make_reference(run.spec, variants=(0.0, 0.001, -0.0005, 0.0))  # type: ignore[no-any-return]
+
+    @pytest.fixture
+    def five(self, three: RunRecord) -> RunRecord:
+        return build_supplement(three, (0.0, 0.0005, -0.003, 0.001, 0.002))
+
+    def off(self, run: RunRecord, by: float) -> RunRecord:
+        steps = (dataclasses.replace(s, loss=s.loss * (1 + by)) for s in run.steps)
+        return dataclasses.replace(run, steps=tuple(steps))
+
+    def test_a_deviation_slightly_beyond_three_copies_passes_with_eight(
+        self, run: RunRecord, three: RunRecord, five: RunRecord
+    ) -> None:
+        slightly = self.off(run, 0.0022)
+        found = certify(slightly, three, [])
+        assert failed(found) == ["loss trajectory"]
+        assert found.is_narrow
+        assert found.failed[0].excess == pytest.approx(1.1)
+        assert "2 x the spread so far of 3 re-seeded references" in found.reasons[0]
+        settled = certify(slightly, three, [], [five])
+        assert settled.valid
+        assert not settled.is_narrow
+        assert "of 8 re-seeded references in bf16, 0.003 at the last step" in named(settled, "loss trajectory").expected
+        both = [certify_all(records)[run.spec.run_id] for records in ([three, five, slightly], [five, slightly, three])]
+        assert both == [settled, settled]
+
+    def test_far_beyond_is_never_narrow(self, run: RunRecord, three: RunRecord) -> None:
+        assert certify(self.off(run, 0.0059), three, []).is_narrow
+        assert failed(certify(self.off(run, 0.008), three, [])) == ["loss trajectory"]
+        assert not certify(self.off(run, 0.008), three, []).is_narrow
+        assert not certify(self.off(run, math.nan), three, []).is_narrow
+
+    def test_another_failed_check_is_never_narrow(self, run: RunRecord, three: RunRecord) -> None:
+        found = certify(with_evidence(self.off(run, 0.0022), init_digest="beef"), three, [])
+        assert failed(found) == ["initial weights", "loss trajectory"]
+        assert not found.is_narrow
+        assert not certify(with_evidence(run, init_digest="beef"), three, []).is_narrow
+
+    def test_a_fixed_limit_is_never_narrow(self, good: RunRecord, reference: RunRecord, five: RunRecord) -> None:
+        slightly = self.off(good, 1.1e-4)
+        found = certify(slightly, reference, [], [five])
+        assert failed(found) == ["loss trajectory"]
+        assert not found.is_narrow
+        assert "fixed for fp32" in found.reasons[0]
+
+    def test_copies_alone_are_no_reference(self, run: RunRecord, three: RunRecord, five: RunRecord) -> None:
+        assert failed(certify(run, None, [], [five])) == ["reference"]
+        broken = dataclasses.replace(five, status=Status.OOM)
+        assert "of 3 re-seeded" in named(certify(run, three, [], [broken]), "loss trajectory").expected
+
+    def test_copies_that_were_computed_twice_count_once(
+        self, run: RunRecord, three: RunRecord, five: RunRecord
+    ) -> None:
+        found = certify(run, three, [], [five, dataclasses.replace(five, path="/results/elsewhere")])
+        assert "of 8 re-seeded" in named(found, "loss trajectory").expected
 
 
 class TestAfterTheReference:

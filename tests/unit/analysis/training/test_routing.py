@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from training_records import build_supplement
 
 from paceline.analysis.training import routing
 from paceline.analysis.training.certificate import certify
@@ -71,6 +72,27 @@ def test_what_is_refused(
     found = refusals(with_routing(record, **changes), reference)
     assert set(found) == ({check} if check else set())
     assert reason in found.get(check or "", "")
+
+
+def test_more_copies_allow_as_many_other_choices(make_spec: Any, make_record: Any, make_reference: Any) -> None:
+    """The first copy moves one choice on each rank, so four may differ; the second one, computed later, three."""
+    moved = {1: (19, 21, 14, 10), 2: (17, 23, 14, 10)}
+    run = make_record(make_spec("mesh:ep=2", 2, model="tiny-moe", precision="bf16"))
+
+    def copies(number: int) -> tuple[RoutingSample, ...]:
+        return with_routing(run, first=moved.get(number, FIRST), variant=number).routings
+
+    reference = make_reference(run.spec, variants=(0.0, 0.001))
+    reference = dataclasses.replace(reference, routings=(*copies(0), *copies(1)))
+    supplement = dataclasses.replace(build_supplement(reference, (0.0,)), routings=copies(2))
+    other = with_routing(run, first=(17, 23, 14, 10))
+    refused = certify(other, reference, [])
+    assert "at least 6 other choices in layer 0 at step 0, expected at most 4" in refused.reasons[0]
+    assert refused.is_narrow
+    assert refused.failed[0].excess == pytest.approx(1.5)
+    assert certify(other, reference, [], [supplement]).valid
+    heavy = with_routing(run, first=(17, 23, 14, 10), weights=(6.0,) * 8)
+    assert not certify(heavy, reference, []).is_narrow, "weights are no matter of rounding"
 
 
 def test_each_tensor_parallel_rank_makes_all_decisions(make_spec: Any, make_record: Any, make_reference: Any) -> None:

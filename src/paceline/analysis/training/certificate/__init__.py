@@ -59,22 +59,28 @@ from paceline.analysis.training.equality import certify_scripts
 from paceline.results.records import RunRecord, Status
 
 
-def certify(record: RunRecord, reference: RunRecord | None, peers: Sequence[RunRecord]) -> Certificate:
-    """Certificate of one run; peers are the other runs of the same work."""
+def certify(
+    record: RunRecord,
+    reference: RunRecord | None,
+    peers: Sequence[RunRecord],
+    more: Sequence[RunRecord] = (),
+) -> Certificate:
+    """Certificate of one run. peers: the other runs of the same work. more: further references of this work."""
     run = observe(record)
     if record.spec.script:
         return certify_scripts([run, *map(observe, peers)])[run.run]
-    return _judge(run, standard_of(reference, [run, *(observe(p) for p in peers if p.evidence)]))
+    return _judge(
+        run, standard_of([*filter(None, [reference]), *more], [run, *(observe(p) for p in peers if p.evidence)])
+    )
 
 
 def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
     """Certificates by run id of all runs with evidence, each judged within its work; each work is read once."""
-    references: dict[str, RunRecord] = {}
-    for record in records:
-        if record.is_reference and (record.spec.work not in references or record.status == Status.OK):
-            references[record.spec.work] = record
+    references: defaultdict[str, list[RunRecord]] = defaultdict(list)
     groups: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
+        if record.is_reference:
+            references[record.spec.work].append(record)
         judged = record.status in (Status.OK, Status.INVALID) and record.spec.is_certified
         if judged and (record.status == Status.OK or record.evidence):
             groups[record.spec.work].append(record)
@@ -84,7 +90,7 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
         if members[0].spec.script:
             found |= certify_scripts(runs)
             continue
-        standard = standard_of(references.get(work), runs)
+        standard = standard_of(references[work], runs)
         found |= {run.run: _judge(run, standard) for run in runs}
     return found
 
@@ -92,7 +98,14 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
 def _judge(run: Observed, standard: Standard) -> Certificate:
     checks = [
         # Not `replace`, which takes longer than some of the checks.
-        Check(name=check.name, ok=check.ok, expected=check.expected, observed=check.observed, basis=basis)
+        Check(
+            name=check.name,
+            ok=check.ok,
+            expected=check.expected,
+            observed=check.observed,
+            basis=basis,
+            excess=check.excess,
+        )
         for decide, basis in (APPROXIMATE_CHECKS if run.spec.approximation else CHECKS)
         if (check := decide(run, standard)) is not None
     ]

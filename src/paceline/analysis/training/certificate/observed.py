@@ -38,6 +38,7 @@ class Observed:
     losses: Mapping[int, float]
     tokens: Mapping[int, int]
     digests: Mapping[int, int]
+    variant: int = 0
 
     @property
     def steps(self) -> Set[int]:
@@ -93,6 +94,7 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
         dict(zip(table.steps, table.losses.tolist(), strict=True)),
         dict(zip(table.steps, table.totals(table.whole_numbers("tokens")).tolist(), strict=True)),
         dict(zip(table.steps, digests, strict=True)),
+        variant,
     )
 
 
@@ -100,9 +102,9 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
 class Standard:
     """What every run of one work is compared with. reference is None if none is usable; missing then says why.
 
-    group: all runs of the work. cells: by quantity and cell, the value at each step after the reference, the median of
-    the cell's launches. kept: what the checks of several runs, or several checks of one, have in common, filled as it
-    is computed.
+    variants: re-seeded copies of the reference. group: all runs of the work. cells: by quantity and cell, the value at
+    each step after the reference, the median of the cell's launches. kept: what the checks of several runs, or several
+    checks of one, have in common, filled as it is computed.
     """
 
     reference: Observed | None
@@ -120,7 +122,11 @@ class Standard:
         return found
 
 
-def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Standard:
+def standard_of(references: Sequence[RunRecord], group: Sequence[Observed]) -> Standard:
+    """references: of this work. The last one that ended ok counts; those with more copies of it only add these."""
+    whole = [record for record in references if not record.is_supplement]
+    usable = [record for record in whole if record.status == Status.OK] or whole[:1]
+    reference = usable[-1] if usable else None
     missing = ""
     if reference is None:
         missing = "no reference run of this work was found"
@@ -131,8 +137,14 @@ def standard_of(reference: RunRecord | None, group: Sequence[Observed]) -> Stand
         missing = f"the reference {reference.spec.run_id} left no evidence or no steps"
     if reference is None or missing:
         return Standard(None, (), missing, tuple(group), {})
-    numbers = sorted(set(StepSeries.of(reference.steps).column("variant")) - {0})
-    variants = tuple(observe(reference, number) for number in numbers)
+    own = dict.fromkeys(StepSeries.of(reference.steps).column("variant"), reference)
+    # A reference without copies has a fixed limit.
+    more = [r for r in references if r.is_supplement and r.status == Status.OK and len(own) > 1]
+    # The same number is the same trajectory, wherever it was computed again.
+    holders: dict[Any, RunRecord] = {
+        number: r for r in more for number in StepSeries.of(r.steps).column("variant")
+    } | own
+    variants = tuple(observe(holders[number], number) for number in sorted(holders) if number)
     base = observe(reference)
     exact = [run for run in group if run.spec.approximation is None]
     cells = {name: _cells_after(base, exact, name) for name in (LOSS, NORM)}
@@ -151,10 +163,11 @@ def _cells_after(reference: Observed, group: Sequence[Observed], name: str) -> d
     return {cell: {s: statistics.median(v) for s, v in steps.items()} for cell, steps in found.items()}
 
 
-def checked(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
+def checked(name: str, expected: str, problems: Sequence[str], observed: str, excess: float | None = None) -> Check:
     """Passes without problems. `observed` is the text of a pass, the first problems that of a failure."""
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
+    text = "; ".join(problems[:3]) + more or observed
+    return Check(name=name, ok=not problems, expected=expected, observed=text, excess=excess)
 
 
 def on_ranks(ranks: Sized) -> str:

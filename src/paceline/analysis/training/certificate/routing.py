@@ -78,15 +78,14 @@ def router_decisions(run: Observed, standard: Standard) -> Check | None:
     if not shape.experts or reference is None or not reference.record.routings:
         return None
     parts, known = _by_part(run), _decisions(reference.record.routings)
-    numbers = sorted({s.variant for s in reference.record.routings} - {0})
-    variants = [_decisions(reference.record.routings, number) for number in numbers]
+    variants = [_decisions(copy.record.routings, copy.variant) for copy in standard.variants]
     length, chosen = run.spec.training.sequence_length, shape.experts_per_token or 0
     tokens = run.spec.tokens_per_step
     layers = range(shape.layers)
     missing = [step for step in run.steps if any((step, layer) not in own for own in parts for layer in layers)]
     problems = [f"no decision of some layers at {steps_text(missing)}"] if missing else []
     tolerance = WEIGHT_TOLERANCE[run.spec.training.precision.base]
-    identical, compared, spread, worst, limit = 0, 0, 0.0, 0.0, 0.0
+    identical, compared, spread, worst, limit, excess, beyond = 0, 0, 0.0, 0.0, 0.0, 0.0, 0
     for step, layer in sorted(known):
         base = known[step, layer]
         others = [v[step, layer] for v in variants if (step, layer) in v and v[step, layer].size == base.size]
@@ -103,12 +102,14 @@ def router_decisions(run: Observed, standard: Standard) -> Check | None:
                 problems.append(f"weights that sum to {seen.weight / tokens:.4g} per token {where}")
             moved, identical = seen.differing(base, length), identical + (seen.assigned == base.assigned)
             limit = max(LEAST_CHOICES, LEAST_SHARE * sum(base.assigned), SPREAD_FACTOR * spread)
-            worst = max(worst, moved)
+            worst, excess = max(worst, moved), max(excess, moved / limit)
             if moved > limit:
+                beyond += 1
                 problems.append(f"at least {moved:.0f} other choices {where}, expected at most {limit:.0f}")
     expected = f"{chosen} of {shape.experts} experts for each token, the reference's but for {limit:.0f} per layer"
     seen_text = f"equal counts for {identical} of {compared} layers and steps, at most {worst:.0f} other choices"
-    return checked("router decisions", expected, problems, seen_text)
+    is_rounding = bool(variants) and len(problems) == beyond
+    return checked("router decisions", expected, problems, seen_text, excess if is_rounding else None)
 
 
 def computed_choices(run: Observed, standard: Standard) -> Check | None:
