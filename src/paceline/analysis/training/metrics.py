@@ -72,7 +72,7 @@ class Cell:
         """Whether processes share a GPU, which says nothing about speed."""
         return any(w.record.shares_gpu for w in self.windows)
 
-    @property
+    @cached_property
     def switches(self) -> dict[str, str]:
         """Debug switches of all runs: a certificate accepts them only if the whole group has them."""
         return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
