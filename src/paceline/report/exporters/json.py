@@ -34,7 +34,7 @@ _line = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 def document(report: Report) -> dict[str, Any]:
     """The whole report as plain values; a number that is not finite is null, as any other that is missing."""
     first = ("schema", "title", "created_at", "paceline_version")
-    rest = (field.name for field in dataclasses.fields(report) if field.name not in first)
+    rest = (name for name in _names(Report) if name not in first)
     return {name: plain(getattr(report, name)) for name in (*first, *rest)}
 
 
