@@ -254,7 +254,7 @@ def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     ranks, seconds = table.whole_numbers("rank"), table.numbers("duration_s")
     if table.width and chosen.any():
         by_step = ranks.reshape(-1, table.width)
-        if (by_step == by_step[0]).all() and len(np.unique(by_step[0])) == table.width:
+        if (by_step == by_step[0]).all() and len(set(by_step[0].tolist())) == table.width:
             own = seconds.reshape(-1, table.width)[chosen]
             return own[:, np.argmax(own.sum(axis=0))]
     counts = np.diff(table.bounds)
