@@ -146,6 +146,10 @@ class StepTable:
         known = np.asarray(column)[self.order]
         if len(known) and (least := known.min()) == known.max():
             return {least.item(): len(known)}
+        if known.dtype.kind == "i" and len(known) and least >= 0 and known.max() < len(known):
+            # Small numbers, such as ranks, are counted without sorting.
+            times = np.bincount(known)
+            return {int(value): int(times[value]) for value in np.flatnonzero(times)}
         values, counts = np.unique(known, return_counts=True)
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
