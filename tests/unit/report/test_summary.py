@@ -13,8 +13,8 @@ from paceline.report.charts.chart import CURVE, MARK, Point, Series
 from paceline.report.charts.fabric import link_limit
 from paceline.report.charts.front import FRONT, front_of
 from paceline.report.summary import MOST_WORDS, brief, headline, light, main_chart, summarise
-from paceline.report.tiles import BARS
 from paceline.report.text.cells import trusted_runs
+from paceline.report.tiles import BARS
 
 
 def test_the_headline_names_the_leaders_and_their_margin(report: Report) -> None:
