@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -430,7 +431,20 @@ def recipes(records: Iterable[RunRecord], known: Mapping[str, Recipe] = MappingP
         # A unique name: runs of the same name in the same folder are complete, so nothing would run.
         name = f"{spec.run_id.rpartition(f'-r{spec.repeat}-')[0]}-{spec.cell[:8]}"
         requested = {field: value for field, value in recipe.fields(spec).items() if value is not None}
-        document = {"name": name, "repeats": repeats, "base": requested}
-        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10_000)
+        lines = (_base_line(field, json.dumps(value)) for field, value in requested.items())
+        text = "".join((_yaml({"name": name, "repeats": repeats}), _BASE, *lines))
         made.append(Recipe(cell=spec.cell, file=f"{name}.yaml", experiment=text, command=f"paceline run {name}.yaml"))
     return tuple(made)
+
+
+_BASE = "base:\n"
+
+
+@lru_cache(maxsize=4096)
+def _base_line(field: str, value: str) -> str:
+    """A field of a recipe, with its value as JSON; cells have most of them in common."""
+    return _yaml({"base": {field: json.loads(value)}}).removeprefix(_BASE)
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10_000)

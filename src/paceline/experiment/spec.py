@@ -426,6 +426,10 @@ class RunSpec:
 
     def axes(self) -> dict[str, Scalar]:
         """The flat fields by which people distinguish runs in tables, filters and plots."""
+        return dict(self._axes)
+
+    @cached_property
+    def _axes(self) -> Mapping[str, Scalar]:
         t, s = self.training, self.serving
         axes: dict[str, Scalar] = {
             "workload": str(self.workload),

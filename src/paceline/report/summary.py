@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.analysis.findings import EQUAL, SHARED_GPU, WORSE, Recommendation, Report
+from paceline.analysis.findings import EQUAL, SHARED_GPU, WORSE, Recommendation, Report, once
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.compare import FASTER, SLOWER
 from paceline.report import answer as sentences
@@ -81,6 +81,7 @@ def main_chart(charts: Iterable[Chart]) -> str | None:
 # --- the headline ---
 
 
+@once
 def headline(report: Report) -> str:
     """The answer in at most 15 words."""
     design = max(report.effects, key=lambda outcome: len(outcome.effects), default=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from paceline.analysis.findings import CollectiveRow, Cost, Measurement, Report, offers_of
+from paceline.analysis.findings import CollectiveRow, Cost, Measurement, Report, offers_of, once
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT
 from paceline.host.prices import SPOT
@@ -64,6 +64,7 @@ class Tile:
     cell: str | None = None
 
 
+@once
 def tiles(report: Report) -> tuple[Tile, ...]:
     """Four numbers of the cell or load that the headline is about; fewer if fewer were measured."""
     group = lead_group(report)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar, get_args
 
 from paceline.errors import Scalar
@@ -507,7 +508,8 @@ class RunRecord:
     @property
     def evidence(self) -> Evidence | None:
         """The evidence of rank 0; the certificate rejects ranks that disagree."""
-        return next((o.evidence for o in sorted(self.outcomes, key=lambda o: o.rank)), None)
+        first = min(self.outcomes, key=attrgetter("rank"), default=None)
+        return None if first is None else first.evidence
 
     @property
     def shape(self) -> Shape:

@@ -511,8 +511,13 @@ def run_dirs(directory: Path) -> list[Path]:
     files = ("spec.json", sealing.FILE)
     if any((directory / name).is_file() for name in files):
         return [directory]
-    paths = {path.parent.relative_to(directory) for name in files for path in directory.rglob(name)}
-    return sorted(directory / path for path in paths if not (path.parent.name == "attempts" and path.name.isdecimal()))
+    paths = [
+        Path(folder).relative_to(directory)
+        for folder, *names in os.walk(directory)
+        if any(name in own and os.path.exists(f"{folder}/{name}") for own in names for name in files)  # noqa: PTH110
+    ]
+    kept = [path for path in paths if not (path.parent.name == EARLIER and path.name.isdecimal())]
+    return [directory / path for path in sorted(kept, key=lambda path: path.parts)]
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:

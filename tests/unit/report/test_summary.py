@@ -13,6 +13,7 @@ from paceline.report.charts.chart import CURVE, MARK, Point, Series
 from paceline.report.charts.fabric import link_limit
 from paceline.report.charts.front import FRONT, front_of
 from paceline.report.summary import MOST_WORDS, brief, headline, light, main_chart, summarise
+from paceline.report.text.cells import trusted_runs
 from paceline.report.tiles import BARS
 
 
@@ -143,3 +144,11 @@ def test_the_link_carries_what_its_datasheet_says(
     assert found is None if rate is None else found is not None and found[0] == pytest.approx(rate, rel=0.001)
     two = dataclasses.replace(empty_report, machines=(machine, {**machine, "host": "b"}))
     assert link_limit(two) is None, "the network between hosts is unknown"
+
+
+def test_what_a_report_keeps_is_not_kept_by_a_changed_one(report: Report) -> None:
+    trusted_runs(report)
+    changed = dataclasses.replace(report, certificates=())
+    assert trusted_runs(report)
+    assert trusted_runs(changed) == frozenset()
+    assert report == dataclasses.replace(report)

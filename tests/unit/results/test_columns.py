@@ -139,3 +139,17 @@ def test_forged_columns_are_damage(run_dir: Path, change: Callable[[bytes], byte
     sealing.write(run_dir, body)
     with pytest.raises(DamagedRunError, match=what):
         store.read_run(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("content", "others"),
+    [
+        (b'{"kind": "step", "rank": 0}\n{"kind": "wire"}\n', b'{"kind": "wire"}'),
+        (b'{"kind": "memory"}\n{"kind": "step"}\n{"kind": "steps"}\n', b'{"kind": "memory"}\n{"kind": "steps"}'),
+        (b'{"kind": "step"}\n{"kind": "wire"}', b""),
+        (b'{"kind": "step"}\n\n{"kind": "step"}\n', b""),
+        (b"", b""),
+    ],
+)  # fmt: skip
+def test_lines_that_are_not_steps_are_kept_wherever_they_are(content: bytes, others: bytes) -> None:
+    assert samples.without_steps(content) == others

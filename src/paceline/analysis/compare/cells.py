@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from paceline.analysis.findings import CONSISTENT, Comparison
 from paceline.analysis.findings.cell_axes import DEVICE, axis_text, distinguishing_axes
 from paceline.analysis.grouping import grouped
-from paceline.analysis.statistics.intervals import Ratio, ratio_between
+from paceline.analysis.statistics.intervals import Ratio, ratio_between, sharing_of
 from paceline.analysis.statistics.verdict import judged_ratio
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
@@ -250,8 +250,9 @@ def _pairs(group: Group) -> Iterable[Comparison]:
         # All pairs that may get a verdict are one family: five equal strategies have ten chances to look different.
         repeated = sum(found.launches > 1 for found in among)
         family = max(repeated * (repeated - 1) // 2, 1)
+        sharing = sharing_of(among)
         for (cell, over), (other, under) in itertools.combinations(known, 2):
-            ratio = ratio_between([over], [under], among)
+            ratio = ratio_between([over], [under], sharing)
             if ratio is not None:
                 names = group.names[cell.id], group.names[other.id]
                 yield comparison(metric, BY_NAME[metric].better, (cell, other), names, ratio, group.axes, family)

@@ -327,7 +327,7 @@ def _response(metric: str, question: Question, cells: Mapping[str, Cell], family
     if len(known) < len(sides):
         return None
     among = [side for cell in cells.values() if (side := metrics.estimate(cell, metric)) and side.logarithmic]
-    found = intervals.contrast(known, among)
+    found = intervals.contrast(known, intervals.sharing_of(among) if among else None)
     ratio = found.value if found else math.prod(side.value**weight for side, weight in known)
     if question.kind == INTERACTION and question.aliases:
         verdict = ALIASED

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.analysis.compare import cells as comparing
 from paceline.analysis.compare.comparable import judge, quantities_of
-from paceline.analysis.statistics.intervals import Resampled, ratio_between, student_t
+from paceline.analysis.statistics.intervals import Resampled, ratio_between, sharing_of, student_t
 from paceline.analysis.training import metrics
 from paceline.analysis.training.window import open_window
 from paceline.results.records import RunRecord
@@ -72,9 +72,10 @@ def trained_widths(cells: Sequence[metrics.Cell]) -> dict[str, tuple[float, floa
         for group in comparing.groups_of(cells, axis, named):
             known = {cell.id: speeds[cell.id] for cell in group.cells if cell.id in speeds}
             pairs = list(itertools.combinations(known, 2))
+            sharing = sharing_of(list(known.values()))
             for pair in pairs:
                 over, under = (known[cell] for cell in pair)
-                ratio = ratio_between([over], [under], list(known.values()))
+                ratio = ratio_between([over], [under], sharing)
                 half, freedom = math.inf, math.inf
                 if ratio is not None and (ratio.launches or 0) > 1:
                     low, high = ratio.interval(len(pairs))

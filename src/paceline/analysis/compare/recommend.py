@@ -32,6 +32,7 @@ from paceline.analysis.statistics.verdict import ONE_LAUNCH
 from paceline.analysis.training import layouts, metrics
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
+from paceline.errors import Scalar
 from paceline.wording import Scale, format_parts, listed, ratio_words
 
 GIB = 2**30
@@ -59,8 +60,19 @@ DECISIVE_AXES: Mapping[str, str] = {
 
 def recommend(compared: Sequence[Compared], runs: Sequence[RunFinding] = ()) -> list[Recommendation]:
     """One recommendation per group and category in which every pair of cells was compared."""
-    found = (_recommendation(c.group, metric, c.comparisons, runs) for c in compared for metric in CATEGORIES)
+    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.is_reference]
+    measured = {model: _values(axes) for model, axes in grouped(ours, lambda axes: axes.get("model")).items()}
+    measured[None] = _values(ours)
+    found = (_recommendation(c.group, metric, c.comparisons, runs, measured) for c in compared for metric in CATEGORIES)
     return [recommendation for recommendation in found if recommendation]
+
+
+# The measured values of each decisive axis, in order of appearance.
+_Values = Mapping[str, Sequence[Scalar]]
+
+
+def _values(axes: Sequence[Mapping[str, Scalar]]) -> _Values:
+    return {name: [*dict.fromkeys(each.get(name) for each in axes)] for name in DECISIVE_AXES}
 
 
 def beside_designs(found: Iterable[Recommendation], designs: Iterable[DesignOutcome]) -> tuple[Recommendation, ...]:
@@ -70,8 +82,13 @@ def beside_designs(found: Iterable[Recommendation], designs: Iterable[DesignOutc
 
 
 def _recommendation(
-    group: Group, metric: str, comparisons: Sequence[Comparison], runs: Sequence[RunFinding]
+    group: Group,
+    metric: str,
+    comparisons: Sequence[Comparison],
+    runs: Sequence[RunFinding],
+    measured: Mapping[Scalar, _Values],
 ) -> Recommendation | None:
+    """measured: by model, and of all models as None."""
     pairs = [c for c in comparisons if c.metric == metric]
     contestants = {c.cell for c in pairs} | {c.other for c in pairs}
     if not pairs or len(pairs) != len(contestants) * (len(contestants) - 1) // 2:
@@ -93,13 +110,11 @@ def _recommendation(
     left_out = _left_out(group, runs)
     # Axes with a single measured value, for the group's model if it has one.
     model = group.axes.get("model")
-    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.is_reference]
-    same = [axes for axes in ours if model is None or axes.get("model") == model]
     not_measured = []
     for name, noun in DECISIVE_AXES.items():
-        values = {axes.get(name) for axes in (ours if name == "model" else same)}
+        values = measured.get(None if name == "model" else model, {}).get(name, ())
         if len(values) == 1 and name != group.axis:
-            only = values.pop()
+            (only,) = values
             shown = ("on" if only else "off") if isinstance(only, bool) else only
             not_measured.append(f"{noun} other than {shown}")
     return Recommendation(
@@ -172,7 +187,7 @@ def _why(group: Group, winner: str, other: str) -> str:
         ),
         _contrast(pair, "comm_exposed_ratio", lambda v: f"{v:.1%}", "of the time in exposed communication"),
     ]
-    phases = {phase: values for phase in PHASES if (values := _values(pair, phase))}
+    phases = {phase: values for phase in PHASES if (values := _both(pair, phase))}
     if phases:
         phase = max(phases, key=lambda p: abs(phases[p][0] - phases[p][1]))
         a, b = (f"{format_parts(seconds * 1e3, None, None)[0]} ms" for seconds in phases[phase])
@@ -193,13 +208,13 @@ def _layout_terms(pair: tuple[Cell, Cell], names: Mapping[str, str]) -> list[str
     return [*found, peak]
 
 
-def _values(pair: tuple[Cell, Cell], metric: str) -> tuple[float, float] | None:
+def _both(pair: tuple[Cell, Cell], metric: str) -> tuple[float, float] | None:
     a, b = (metrics.estimate(cell, metric) for cell in pair)
     return (a.value, b.value) if a and b else None
 
 
 def _contrast(pair: tuple[Cell, Cell], metric: str, show: Callable[[float], str], words: str) -> str | None:
-    found = _values(pair, metric)
+    found = _both(pair, metric)
     if found is None or not any(found):
         return None
     a, b = map(show, found)

@@ -33,7 +33,7 @@ from paceline.analysis.findings.machine import (
     Pair,
     Suspect,
 )
-from paceline.analysis.findings.report import SCHEMA, Recipe, Report
+from paceline.analysis.findings.report import SCHEMA, Recipe, Report, once
 from paceline.analysis.findings.served import (
     CeilingUse,
     ClientAudit,

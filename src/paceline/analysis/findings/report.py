@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.analysis.findings.checkpoints import CheckpointCost
 from paceline.analysis.findings.compare import DesignOutcome, HistorySeries
@@ -128,3 +129,27 @@ class Report:
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA
+    # What functions returned that are called once for each report, by name.
+    kept: dict[str, Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False, metadata={"exported": False}
+    )
+
+
+T = TypeVar("T")
+
+
+def once(function: Callable[[Report], T]) -> Callable[[Report], T]:
+    """The function, called once for each report: several tables and sentences need what it returns.
+
+    Nothing may change what it returns.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def kept(report: Report) -> T:
+        if name not in report.kept:
+            report.kept[name] = function(report)
+        found: T = report.kept[name]
+        return found
+
+    return kept

@@ -292,44 +292,56 @@ class Ratio(NamedTuple):
 
 
 def ratio_between(
-    over: Sequence[Resampled], under: Sequence[Resampled], among: Sequence[Resampled] | None = None
+    over: Sequence[Resampled], under: Sequence[Resampled], sharing: Sharing | None = None
 ) -> Ratio | None:
-    """product(over) / product(under) of independent sides; None if a side has no spread. among: see `contrast`.
+    """product(over) / product(under) of independent sides; None if a side has no spread. sharing: see `contrast`.
 
     >>> fast, slow = Resampled(110.0, 0.006, 2, 3, True), Resampled(100.0, 0.006, 2, 3, True)
     >>> ratio = ratio_between([fast], [slow])
     >>> round(ratio.value, 2), ratio.low > 1, ratio.freedom
     (1.1, True, 4)
     """
-    return contrast([*((side, 1.0) for side in over), *((side, -1.0) for side in under)], among)
+    return contrast([*((side, 1.0) for side in over), *((side, -1.0) for side in under)], sharing)
 
 
-def contrast(sides: Sequence[tuple[Resampled, float]], among: Sequence[Resampled] | None = None) -> Ratio | None:
+class Sharing(NamedTuple):
+    """Cells that were measured together and share the variance of a launch, with its degrees of freedom."""
+
+    cells: Sequence[Resampled]
+    variance: float
+    freedom: int
+
+
+def sharing_of(among: Sequence[Resampled]) -> Sharing:
+    """Those of the cells that can share their variance (`alike`), for all contrasts among them."""
+    cells = alike([s for s in among if s.launches > 1 and s.logarithmic and s.error is not None])
+    return Sharing(cells, *_launch_variance(cells))
+
+
+def contrast(sides: Sequence[tuple[Resampled, float]], sharing: Sharing | None = None) -> Ratio | None:
     """The product of all values, each to the power of its weight; None if a side has no spread.
 
-    Few launches estimate their spread badly, so cells that were measured together (`among`; the sides by default) share
-    it if they can (`alike`): the variance of a launch is that of its own cell or the mean of these, whichever is
-    larger, and has the degrees of freedom of all of them. Every other side keeps its own (Welch-Satterthwaite).
+    Few launches estimate their spread badly, so cells that were measured together (`sharing`; the sides by default)
+    share it: the variance of a launch is that of its own cell or the mean of these, whichever is larger, and has the
+    degrees of freedom of all of them. Every other side keeps its own (Welch-Satterthwaite).
     """
     if any(side.error is None or not side.logarithmic for side, _ in sides):
         return None
     fewest = min(side.launches for side, _ in sides)
-    sharing: list[Resampled] = []
-    if fewest > 1:
-        together = among or [side for side, _ in sides]
-        sharing = alike([s for s in together if s.launches > 1 and s.logarithmic and s.error is not None])
-    shared, shared_freedom = _launch_variance(sharing)
+    if fewest < 2:
+        sharing = sharing_of([])
+    elif sharing is None:
+        sharing = sharing_of([side for side, _ in sides])
+    shares = [side in sharing.cells for side, _ in sides]
     variances, freedoms = [], []
-    for side, weight in sides:
-        shares = side in sharing
+    for (side, weight), is_shared in zip(sides, shares, strict=True):
         own = (side.error or 0.0) ** 2
-        variances.append(weight * weight * (max(own, shared / side.launches) if shares else own))
-        freedoms.append(shared_freedom if shares else side.freedom)
-    all_share = all(side in sharing for side, _ in sides)
+        variances.append(weight * weight * (max(own, sharing.variance / side.launches) if is_shared else own))
+        freedoms.append(sharing.freedom if is_shared else side.freedom)
     return Ratio(
         value=math.prod(side.value**weight for side, weight in sides),
         error=math.sqrt(sum(variances)),
-        freedom=shared_freedom if all_share else satterthwaite(variances, freedoms),
+        freedom=sharing.freedom if all(shares) else satterthwaite(variances, freedoms),
         launches=fewest,
     )
 

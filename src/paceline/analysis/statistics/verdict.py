@@ -75,6 +75,7 @@ def judged_ratio(
 ) -> Comparison:
     """The comparison of two cells that are known to have done equal work, one of `family`."""
     verdict, reason = verdict_of(ratio, better, family)
+    low, high = ratio.interval()
     return Comparison(
         metric=metric,
         better=better,
@@ -83,8 +84,8 @@ def judged_ratio(
         label=names[0],
         other_label=names[1],
         ratio=ratio.value,
-        low=ratio.low,
-        high=ratio.high,
+        low=low,
+        high=high,
         detectable_ratio=None if ratio.launches == 1 else ratio.detectable(family),
         verdict=verdict,
         reason=reason,

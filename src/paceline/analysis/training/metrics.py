@@ -72,7 +72,7 @@ class Cell:
         """Whether processes share a GPU, which says nothing about speed."""
         return any(w.record.shares_gpu for w in self.windows)
 
-    @property
+    @cached_property
     def switches(self) -> dict[str, str]:
         """Debug switches of all runs: a certificate accepts them only if the whole group has them."""
         return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
@@ -114,7 +114,17 @@ class Cell:
 
     @cached_property
     def _ratios(self) -> dict[tuple[str, str, str], Resampled | None]:
-        """What `per` and `mean` found: several metrics and every comparison of the cell ask for the same."""
+        """What `per` and `mean` found: several metrics ask for the same."""
+        return {}
+
+    def estimate(self, metric: Metric) -> Estimate:
+        """The metric of the cell, computed once: every comparison of the cell asks for it."""
+        if metric.name not in self._estimates:
+            self._estimates[metric.name] = metric.formula(self)
+        return self._estimates[metric.name]
+
+    @cached_property
+    def _estimates(self) -> dict[str, Estimate]:
         return {}
 
     @cached_property
@@ -409,11 +419,11 @@ BY_NAME = {metric.name: metric for metric in (*METRICS, *INTERRUPTED_METRICS)}
 
 
 def estimate(cell: Cell, metric: str) -> Resampled | None:
-    return BY_NAME[metric].formula(cell).resampled
+    return cell.estimate(BY_NAME[metric]).resampled
 
 
 def _measurement(cell: Cell, metric: Metric) -> Measurement:
-    found, note = metric.formula(cell)
+    found, note = cell.estimate(metric)
     low, high = found.interval if found else (None, None)
     return Measurement(
         metric=metric.name,

@@ -146,6 +146,10 @@ class StepTable:
         known = np.asarray(column)[self.order]
         if len(known) and (least := known.min()) == known.max():
             return {least.item(): len(known)}
+        if known.dtype.kind == "i" and len(known) and least >= 0 and known.max() < len(known):
+            # Small numbers, such as ranks, are counted without sorting.
+            times = np.bincount(known)
+            return {int(value): int(times[value]) for value in np.flatnonzero(times)}
         values, counts = np.unique(known, return_counts=True)
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
@@ -254,7 +258,7 @@ def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     ranks, seconds = table.whole_numbers("rank"), table.numbers("duration_s")
     if table.width and chosen.any():
         by_step = ranks.reshape(-1, table.width)
-        if (by_step == by_step[0]).all() and len(np.unique(by_step[0])) == table.width:
+        if (by_step == by_step[0]).all() and len(set(by_step[0].tolist())) == table.width:
             own = seconds.reshape(-1, table.width)[chosen]
             return own[:, np.argmax(own.sum(axis=0))]
     counts = np.diff(table.bounds)

@@ -28,14 +28,13 @@ def _lines(value: object) -> str:
     return "[\n" + ",\n".join(map(_line, value)) + "\n]" if isinstance(value, list) and value else _line(value)
 
 
-def _line(value: object) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+_line = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 def document(report: Report) -> dict[str, Any]:
     """The whole report as plain values; a number that is not finite is null, as any other that is missing."""
     first = ("schema", "title", "created_at", "paceline_version")
-    rest = (field.name for field in dataclasses.fields(report) if field.name not in first)
+    rest = (name for name in _names(Report) if name not in first)
     return {name: plain(getattr(report, name)) for name in (*first, *rest)}
 
 
@@ -47,6 +46,11 @@ def plain(value: object) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple | set | frozenset):
+        kinds = set(map(type, value))
+        # A finite sum has finite terms.
+        is_plain = kinds <= _LEAVES or (kinds == {float} and math.isfinite(sum(value)))
+        return list(value) if is_plain else [plain(inner) for inner in value]
     if isinstance(value, Measurement):
         return flat(value)
     if isinstance(value, ScalingPoint):
@@ -57,8 +61,6 @@ def plain(value: object) -> Any:
         return _fields(value)
     if isinstance(value, Mapping):
         return {str(key): inner if type(inner) in _LEAVES else plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(inner) for inner in value]
     return value if isinstance(value, str | int) else str(value)
 
 

@@ -21,6 +21,7 @@ from paceline.analysis.findings import (
     Measurement,
     Report,
     RunFinding,
+    once,
 )
 from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, distinguishing_axes
 from paceline.errors import Scalar
@@ -81,6 +82,7 @@ class Unranked:
     runs: tuple[str, ...]
 
 
+@once
 def groups(report: Report) -> tuple[Group, ...]:
     """All comparison groups with a ranked cell, the largest first, then by world size."""
     by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -108,6 +110,7 @@ def groups(report: Report) -> tuple[Group, ...]:
     return tuple(sorted(found, key=order))
 
 
+@once
 def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
     """Measurements by cell and metric of cells with a throughput, all of whose runs ended ok and are certified."""
     trusted = trusted_runs(report)
@@ -118,11 +121,13 @@ def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
     return {cell: metrics for cell, metrics in found.items() if _has_value(metrics.get(THROUGHPUT))}
 
 
+@once
 def trusted_runs(report: Report) -> frozenset[str]:
     valid = {c.run for c in report.certificates if c.valid}
     return frozenset(r.run for r in report.runs if r.status == "ok" and not r.is_reference and r.run in valid)
 
 
+@once
 def throughput_comparisons(report: Report) -> dict[tuple[str, str], Comparison]:
     """Certified comparisons of throughput by (cell, other), in both directions."""
     certified = [c for c in report.comparisons if c.metric == THROUGHPUT and c.certified]
@@ -163,6 +168,7 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
     return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
 
 
+@once
 def varying_axes(report: Report) -> tuple[str, ...]:
     """Axes that distinguish the runs of the report, including the kind of device."""
     runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}

@@ -13,6 +13,7 @@ from paceline.analysis.statistics.intervals import (
     ratio_between,
     ratio_of_sums,
     resample_sums,
+    sharing_of,
     warm_up,
 )
 from paceline.experiment.spec import WarmUp
@@ -224,7 +225,7 @@ class TestSharedSpread:
 
     def test_five_cells_have_ten_degrees_of_freedom(self) -> None:
         five = [self.side(0.01)] * 5
-        found = ratio_between(five[:1], five[1:2], five)
+        found = ratio_between(five[:1], five[1:2], sharing_of(five))
         assert found is not None
         assert found.freedom == 10
         assert math.log(found.high) == pytest.approx(2.2281 * 0.01 * math.sqrt(2 / 3), rel=1e-4)
@@ -238,7 +239,7 @@ class TestSharedSpread:
 
     def test_a_cell_that_is_loud_keeps_its_own(self) -> None:
         sides = [self.side(0.03), self.side(0.01), self.side(0.01)]
-        found = ratio_between(sides[:1], sides[1:2], sides)
+        found = ratio_between(sides[:1], sides[1:2], sharing_of(sides))
         assert found is not None
         mean = (0.03**2 + 2 * 0.01**2) / 3
         assert found.error == pytest.approx(math.sqrt((0.03**2 + mean) / 3))
@@ -263,7 +264,7 @@ class TestSharedSpread:
         """The error of one that may be negative is in its own unit."""
         plain = Resampled(-5.0, 100.0, 2, 3, False)
         sides = [self.side(0.01), self.side(0.01)]
-        assert ratio_between(sides[:1], sides[1:], [*sides, plain]) == ratio_between(sides[:1], sides[1:])
+        assert ratio_between(sides[:1], sides[1:], sharing_of([*sides, plain])) == ratio_between(sides[:1], sides[1:])
 
 
 @pytest.mark.parametrize(

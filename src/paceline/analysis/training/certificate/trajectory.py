@@ -106,7 +106,7 @@ def _from_reference(run: Observed, standard: Standard, reference: Observed, name
 
     A step that the fp16 reference skipped for overflow has no norm to compare with.
     """
-    return worst_deviations(run, standard.once(("base", name), lambda: _base(reference, name)), name)
+    return worst_deviations(run, standard.once(("base of references", name), lambda: _base(reference, name)), name)
 
 
 def _base(reference: Observed, name: str) -> dict[int, float]:
@@ -117,34 +117,34 @@ def _base(reference: Observed, name: str) -> dict[int, float]:
     return {step: x if math.isfinite(x) else math.nan for step, x in base if math.isfinite(x) or not skips}
 
 
-def _after_reference(run: Observed, standard: Standard, reference: Observed, name: str) -> dict[int, float]:
-    """Deviation from the median of all cells at each step after the reference, or from the other cell of two."""
-    cells = standard.cells.get(name, {})
-    left_out = None if len(cells) > 2 else run.spec.cell
+def _medians(standard: Standard, reference: Observed, name: str, left_out: str | None) -> dict[int, float]:
+    """The median of all cells but the one left out, at each step after the reference."""
+    peers = [steps for cell, steps in standard.cells.get(name, {}).items() if cell != left_out]
     last = max(reference.steps)
-
-    def medians() -> dict[int, float]:
-        peers = [steps for cell, steps in cells.items() if cell != left_out]
-        known = sorted({step for steps in peers for step in steps if step > last})
-        return {step: statistics.median(steps[step] for steps in peers if step in steps) for step in known}
-
-    found = worst_deviations(run, standard.once(("medians", name, left_out), medians), name)
-    if found and name == NORM and run.spec.training.precision.compute == "fp16":
-        overflows = {step for step, norms in run.by_step("grad_norm").items() if all(x is None for x in norms)}
-        return {step: error for step, error in found.items() if step not in overflows}
-    return found
+    known = sorted({step for steps in peers for step in steps if step > last})
+    return {step: statistics.median(steps[step] for steps in peers if step in steps) for step in known}
 
 
 def compared_deviations(run: Observed, standard: Standard, name: str) -> Mapping[int, float]:
     """Deviation at each step that can be compared: with the reference as far as it goes, then with the median of all
     cells, or with the other cell where there are two. A cell alone cannot be compared with itself."""
-    reference = standard.reference
-    if reference is None:
+    if standard.reference is None:
         return {}
-    return standard.once(
-        ("deviations", run, name),
-        lambda: _from_reference(run, standard, reference, name) | _after_reference(run, standard, reference, name),
+    return standard.once(("deviations", run, name), lambda: _computed_deviations(run, standard, name))
+
+
+def _computed_deviations(run: Observed, standard: Standard, name: str) -> Mapping[int, float]:
+    assert standard.reference is not None
+    reference = standard.reference
+    left_out = None if len(standard.cells.get(name, {})) > 2 else run.spec.cell
+    base = standard.once(
+        ("base", name, left_out), lambda: _base(reference, name) | _medians(standard, reference, name, left_out)
     )
+    found = worst_deviations(run, base, name)
+    if name != NORM or run.spec.training.precision.compute != "fp16":
+        return found
+    last, norms = max(reference.steps), run.by_step("grad_norm")
+    return {s: error for s, error in found.items() if s <= last or any(x is not None for x in norms[s])}
 
 
 def _spread(standard: Standard, reference: Observed, name: str) -> dict[int, float]:
@@ -192,11 +192,13 @@ def _later_limits(
 ) -> dict[int, float]:
     """The limits of the reference's steps, and of those that it does not have."""
     limits, so_far, reached = {}, LEAST_TOLERANCE, 0.0
+    least = LATER_NORM if name == NORM else 0.0
     for step in sorted({*known, *steps}):
         so_far = known.get(step, so_far)
-        later = max(so_far, GROWTH * reached, LATER_NORM if name == NORM else 0.0)
-        limits[step] = so_far if step in known else later
-        reached = max(reached, min(deviations.get(step, 0.0), limits[step]))
+        limit = so_far if step in known else max(so_far, GROWTH * reached, least)
+        limits[step] = limit
+        if (deviation := deviations.get(step, 0.0)) > reached:
+            reached = max(reached, min(deviation, limit))
     return limits
 
 
@@ -212,12 +214,12 @@ def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
     if standard.reference is None:
         return None
     limits, _ = _limits(standard, run, LOSS)
-    base = standard.reference.losses
-    steps = [s for s in base if s in run.steps and math.isfinite(base[s]) and math.isfinite(run.losses[s])]
+    own, base = run.losses, standard.reference.losses
+    steps = tuple(s for s, loss in base.items() if math.isfinite(loss) and s in own and math.isfinite(own[s]))
     if not steps:
         return None
-    losses = tuple(run.losses[s] for s in steps), tuple(base[s] for s in steps)
-    return LossCurve(steps=tuple(steps), losses=losses[0], reference=losses[1], limits=tuple(limits[s] for s in steps))
+    losses, reference, limited = (tuple([values[s] for s in steps]) for values in (own, base, limits))
+    return LossCurve(steps=steps, losses=losses, reference=reference, limits=limited)
 
 
 def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
@@ -229,7 +231,7 @@ def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
         if not any(step in standard.reference.steps for step in deviations):
             return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
         # The step closest to its limit, or furthest beyond it.
-        shares = [deviation / max(limits[step], 1e-30) for step, deviation in deviations.items()]
+        shares = [deviation / limits[step] for step, deviation in deviations.items()]
         step = [*deviations][shares.index(max(shares))]
         worst, limit = deviations[step], limits[step]
         cells = len(standard.cells.get(name, {}))
