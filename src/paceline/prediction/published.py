@@ -232,7 +232,8 @@ def _traits(program: Software, values: Mapping[str, str]) -> Software:
     if "(TE)" in precision:
         changes["engine"] = True
     if "amp" in precision:
-        changes["reduce_bytes"] = 4.0
+        # Later rows of llm-foundry: gradients reduced in fp32, and a torch whose recomputation stops early (2.1).
+        changes.update(reduce_bytes=4.0, stops_early=True, weight_bytes=6.0)
     return dataclasses.replace(program, **changes)
 
 
