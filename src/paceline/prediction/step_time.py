@@ -39,6 +39,9 @@ FAMILIES = ("megatron", "nemo", "peft")
 # share of the host's memory bandwidth that CPU-Adam reaches when it moves 30 bytes per parameter (an assumption, about
 # what the authors of ZeRO-Offload report; we have not measured it), and that half of what could hide does not.
 OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.0, 0.5
+# Time of expanding 4-bit weights in compiled blocks, relative to the least traffic: 5.3 ms for Mistral-7B on one H200
+# (docs/measured/h200-finetune). No published row does it.
+COMPILED_EXPANSION = 1.5
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
 # inside a node, `network` between nodes.
 OFFSETS = ("level", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
@@ -221,7 +224,9 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     elementwise = 2 * tokens * (10 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
     elementwise = elementwise * _fusion(c, p) * (2.5 + c["full"])
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
-    expanded = c["quantised"] * np.exp(p["expand"]) * 2.5 * weights / c["hbm"] * (2 + c["full"])
+    # Paceline's compiled blocks have a kernel of their own, and what they expand serves recomputation and gradients.
+    expansions = np.where(c["compiled"] > 0, 2 * COMPILED_EXPANSION, np.exp(p["expand"]) * (2 + c["full"]))
+    expanded = c["quantised"] * expansions * 2.5 * weights / c["hbm"]
     return {
         "products": products,
         "attention": np.where(c["fused"] > 0, fused, unfused),

@@ -126,6 +126,24 @@ def test_adapters_save_the_gradient_of_frozen_weights() -> None:
     assert seconds(lora)["optimizer"] < seconds(full)["optimizer"] / 50
 
 
+def test_compiled_blocks_expand_4_bit_weights_twice_whether_they_recompute_or_not() -> None:
+    """2.5 bytes per weight of the blocks, 1.5 times what the memory would take at least, forward and backward."""
+    lora, qlora = (
+        setup_of("llama-8b", "h100", 1, micro_batch=1, global_batch=1, method=method, software="paceline")
+        for method in ("lora", "qlora")
+    )
+    weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    for checkpointing, eager in (("none", 2), ("full", 3)):
+        for compiled in (True, False):
+            pair = (
+                one.replaced(checkpointing=checkpointing, software=replace(one.software, compiled=compiled))
+                for one in (lora, qlora)
+            )
+            plain, quantised = (seconds(one)["memory-bound"] for one in pair)
+            factor = 2 * 1.5 if compiled else eager * math.exp(VALUES["expand"])
+            assert quantised - plain == pytest.approx(factor * 2.5 * weights / 3.35e12, rel=1e-6)
+
+
 def test_plain_pytorch_moves_more_and_a_compiler_less() -> None:
     fused = setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none")
     plain = replace(fused, software=replace(fused.software, fused_elementwise=False))
