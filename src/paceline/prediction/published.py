@@ -232,8 +232,10 @@ def _traits(program: Software, values: Mapping[str, str]) -> Software:
     if "(TE)" in precision:
         changes["engine"] = True
     if "amp" in precision:
-        # Later rows of llm-foundry: gradients reduced in fp32, and a torch whose recomputation stops early (2.1).
-        changes.update(reduce_bytes=4.0, stops_early=True, weight_bytes=6.0)
+        changes["reduce_bytes"] = 4.0
+    if "amp" in precision and program.name == "llm-foundry":
+        # Its later rows: gradients copied in 16 bits and reduced in fp32, and torch 2.1 by its sweep.sh.
+        changes.update(stops_early=True, weight_bytes=6.0)
     return dataclasses.replace(program, **changes)
 
 
