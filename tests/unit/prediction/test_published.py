@@ -121,7 +121,7 @@ def test_a_collection_of_several_programs_is_read_by_its_folders() -> None:
 
 
 def test_later_rows_of_llm_foundry_stop_recomputing_early(rows: list[Row]) -> None:
-    """Rows of torch 2.1 (mixed precision in the table) and earlier ones (pure); other programs with amp are not that."""
+    """Rows of torch 2.1 (amp in the table) and earlier ones (pure); other programs with amp are not meant."""
     software = [one.setup.software for one in rows if one.setup.software.name == "llm-foundry"]
     kinds = {(one.reduce_bytes, one.weight_bytes, one.stops_early) for one in software}
     assert kinds == {(4.0, 6.0, True), (2.0, 4.0, False)}
