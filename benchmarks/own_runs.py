@@ -22,13 +22,28 @@ from paceline.campaign.run.measured_setups import read_below
 from paceline.experiment.spec import RunSpec
 from paceline.prediction import runs
 from paceline.prediction.offsets import Anchor
-from paceline.prediction.predict import Prediction, predict
+from paceline.prediction.predict import Prediction, predict, setup_of
+from paceline.prediction.setup import Setup
 from paceline.results.records import RunRecord
 
 ROOT = Path(__file__).parent.parent
 MEASURED = ROOT / "docs" / "measured"
 PAGE = ROOT / "docs" / "prediction.md"
 START, END = "<!-- own runs: written by benchmarks/own_runs.py -->", "<!-- end of own runs -->"
+
+# Steps of one H200 that READMEs of docs/measured state without certified runs: model, precision, micro batch and
+# sequence, compiled, method, checkpointing, milliseconds, folder.
+STATED = (
+    ("llama-1b", "bf16", 8, 4096, True, "full", "none", 513.4, "h200-speed"),
+    ("llama-1b", "fp8", 8, 4096, True, "full", "none", 404.5, "h200-speed"),
+    ("llama-8b", "bf16", 2, 4096, True, "full", "full", 911, "h200-speed"),
+    ("llama-8b", "bf16", 4, 4096, True, "full", "full", 1860, "h200-speed"),
+    ("llama-8b", "fp8", 4, 4096, True, "full", "full", 1275, "h200-speed"),
+    ("gpt2-124m", "bf16", 16, 1024, False, "full", "none", 16384 / 348.2, "measured/README.md"),
+    ("gpt2-124m", "bf16", 16, 1024, True, "full", "none", 16384 / 488.0, "measured/README.md"),
+    ("mistral-7b", "bf16", 8, 512, True, "qlora", "full", 286, "h200-finetune"),
+    ("mistral-7b", "bf16", 8, 512, True, "qlora", "none", 224, "h200-finetune"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +135,37 @@ def page(found: Sequence[Case]) -> str:
         inside = sum(p.low_s <= one.anchor.step_s <= p.high_s for one in group for p in [one.predicted()])
         cells = [kind, str(len(group)), *(f"{100 * value:.1f}" for value in medians), f"{inside} of {len(group)}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *stated_table()]) + "\n"
+
+
+def stated_table() -> list[str]:
+    lines = ["| step stated in a README | predicted, ms | measured, ms | error, % | folder |", "| --- " * 5 + "|"]
+    for model, precision, micro_batch, length, compiled, method, checkpointing, measured, folder in STATED:
+        one = predict([stated(model, precision, micro_batch, length, compiled, method, checkpointing)])[0]
+        words = [model, method, precision, f"{micro_batch} x {length}", "compiled" if compiled else "not compiled"]
+        words += [f"checkpointing {checkpointing}"]
+        cells = [", ".join(words), f"{1e3 * one.step_s:.0f} ({1e3 * one.low_s:.0f} to {1e3 * one.high_s:.0f})"]
+        cells += [f"{measured:.0f}", f"{100 * (1e3 * one.step_s / measured - 1):+.1f}", folder]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def stated(
+    model: str, precision: str, micro_batch: int, length: int, compiled: bool, method: str, checkpointing: str
+) -> Setup:
+    one = setup_of(
+        model,
+        "h200",
+        1,
+        sequence_length=length,
+        global_batch=micro_batch,
+        micro_batch=micro_batch,
+        precision=precision,
+        method=method,
+        checkpointing=checkpointing,
+        software="paceline",
+    )
+    return one.replaced(software=dataclasses.replace(one.software, compiled=compiled))
 
 
 def model(one: Case) -> str:

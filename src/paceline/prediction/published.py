@@ -233,6 +233,9 @@ def _traits(program: Software, values: Mapping[str, str]) -> Software:
         changes["engine"] = True
     if "amp" in precision:
         changes["reduce_bytes"] = 4.0
+    if "amp" in precision and program.name == "llm-foundry":
+        # Its later rows: gradients copied in 16 bits and reduced in fp32, and torch 2.1 by its sweep.sh.
+        changes.update(stops_early=True, weight_bytes=6.0)
     return dataclasses.replace(program, **changes)
 
 

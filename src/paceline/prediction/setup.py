@@ -24,7 +24,9 @@ class Software:
     steps ahead and never waits for one. recomputes: the checkpointing of published rows that state none but would not
     fit without. sequence_parallel: norms are split over tensor-parallel ranks.
     fp8_gather: sharded weights travel in 8 bits. late_reduce: gradients are reduced after the backward pass, not during
-    it. reduce_bytes: per gradient on the wire.
+    it. reduce_bytes: per gradient on the wire. stops_early: recomputation ends before the last product of a layer,
+    whose result the backward pass does not read. weight_bytes: through memory per weight and micro batch besides what
+    the products read and write: casts of weights, and gradients that are added up or copied for a collective.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Software:
     fp8_gather: bool = False
     recomputes: str = "full"
     reduce_bytes: float = 2.0
+    stops_early: bool = False
+    weight_bytes: float = 6.0
     bucket_bytes: float = 25 * 2**20
 
 

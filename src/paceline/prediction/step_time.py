@@ -39,6 +39,9 @@ FAMILIES = ("megatron", "nemo", "peft")
 # share of the host's memory bandwidth that CPU-Adam reaches when it moves 30 bytes per parameter (an assumption, about
 # what the authors of ZeRO-Offload report; we have not measured it), and that half of what could hide does not.
 OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.0, 0.5
+# Time of expanding 4-bit weights in compiled blocks, relative to the least traffic: 5.3 ms for Mistral-7B on one H200
+# (docs/measured/h200-finetune). No published row does it.
+COMPILED_EXPANSION = 1.5
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
 # inside a node, `network` between nodes.
 OFFSETS = ("level", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
@@ -113,6 +116,8 @@ def _numbers(one: Setup) -> dict[str, float]:
         "async_tp": software.async_tp,
         "fp8_gather": software.fp8_gather,
         "reduce_bytes": software.reduce_bytes,
+        "stops_early": software.stops_early,
+        "weight_bytes": 0.0 if adapted else software.weight_bytes,
         "bucket_bytes": software.bucket_bytes,
     }
 
@@ -201,7 +206,9 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     moved = weights + tokens * (4 * h + (joined + c["attention_width"] + wide + c["ffn"]) / tp)
     # Frozen weights need no gradient: two passes instead of three.
     backward = 2 - c["adapted"]
-    repeated = c["full"] + c["selective"] * _sigmoid(p["selective"])
+    # The last product of a layer, from the wide state of the MLP, where recomputation stops before it.
+    last = c["stops_early"] * c["ffn"] * h / tp / weights
+    repeated = c["full"] * (1 - last) + c["selective"] * _sigmoid(p["selective"])
     products = _product(c, p, tokens, weights, moved) * (1 + backward + repeated)
     scores = 4 * tokens * c["seen"] * c["attention_width"] / tp
     # Longer sequences and wider heads keep the tensor cores busier.
@@ -217,12 +224,19 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     elementwise = 2 * tokens * (10 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
     elementwise = elementwise * _fusion(c, p) * (2.5 + c["full"])
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
-    expanded = c["quantised"] * np.exp(p["expand"]) * 2.5 * weights / c["hbm"] * (2 + c["full"])
+    # Paceline's compiled blocks have a kernel of their own, and what they expand serves recomputation and gradients.
+    expansions = np.where(c["compiled"] > 0, 2 * COMPILED_EXPANSION, np.exp(p["expand"]) * (2 + c["full"]))
+    expanded = c["quantised"] * expansions * 2.5 * weights / c["hbm"]
     return {
         "products": products,
         "attention": np.where(c["fused"] > 0, fused, unfused),
-        "memory-bound": elementwise + expanded,
+        "memory-bound": elementwise + expanded + _updates(c, p, weights),
     }
+
+
+def _updates(c: Columns, p: Mapping[str, float], weights: Array) -> Array:
+    """Seconds in which weights are cast and gradients are added up or copied, for one micro batch."""
+    return np.asarray(np.exp(p["weight_traffic"]) * c["weight_bytes"] * weights / c["hbm"])
 
 
 def _head(c: Columns, p: Mapping[str, float]) -> tuple[Array, Array]:
@@ -231,7 +245,8 @@ def _head(c: Columns, p: Mapping[str, float]) -> tuple[Array, Array]:
     weights = c["hidden"] * c["vocab"] / c["tp"]
     sixteen = {**c, "fp8": 0 * c["fp8"]}
     products = 3 * _product(sixteen, p, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
-    return products, np.exp(p["logit_bytes"]) * _fusion(c, p) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+    logits = np.exp(p["logit_bytes"]) * _fusion(c, p) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+    return products, logits + _updates(c, p, weights)
 
 
 def _fusion(c: Columns, p: Mapping[str, float]) -> Array:
@@ -278,7 +293,7 @@ def _tensor_parallel(c: Columns, p: Mapping[str, float], shift: Mapping[str, Arr
     """Exposed seconds per layer and micro batch of tensor and context parallelism."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     per_byte, latency = _ring(c, p, shift, c["tp"], np.ones_like(c["tp"]))
-    reductions = np.where(c["tp"] > 1, 2 * (2 + c["full"]), 0)
+    reductions = np.where(c["tp"] > 1, 2 * (2 + c["full"] * (1 - c["stops_early"] / 2)), 0)
     wire = 2 * (c["tp"] - 1) / c["tp"] * tokens * c["hidden"] * 2
     tensor = (
         reductions * (wire * per_byte + 2 * latency) * (1 - _sigmoid(p["tp_overlap"] + c["async_tp"] * p["async_tp"]))

@@ -120,6 +120,15 @@ def test_a_collection_of_several_programs_is_read_by_its_folders() -> None:
     assert (other.source, other.setup.software.name) == ("dgxc", "nemo")
 
 
+def test_later_rows_of_llm_foundry_stop_recomputing_early(rows: list[Row]) -> None:
+    """Rows of torch 2.1 (amp in the table) and earlier ones (pure); other programs with amp are not meant."""
+    software = [one.setup.software for one in rows if one.setup.software.name == "llm-foundry"]
+    kinds = {(one.reduce_bytes, one.weight_bytes, one.stops_early) for one in software}
+    assert kinds == {(4.0, 6.0, True), (2.0, 4.0, False)}
+    others = [one.setup.software for one in rows if one.setup.software.name == "flash-attn-training"]
+    assert {(one.reduce_bytes, one.stops_early) for one in others} == {(4.0, False)}
+
+
 def test_a_pipeline_of_torchtitan_has_as_many_micro_batches_as_stages() -> None:
     row = {**ROW, "source_key": "torchtitan", "gpu": "H100-SXM", "n_gpus": "64", "pp": "8", "global_batch": ""}
     for notes, cut in (("1F1B", (4, 8)), ("Interleaved1F1B", (2, 16))):

@@ -53,6 +53,36 @@ def test_full_checkpointing_repeats_the_forward_of_the_blocks(one_gpu: Setup) ->
     assert (full["products"] - head) / (plain["products"] - head) == pytest.approx(4 / 3, rel=0.01)
 
 
+def test_recomputation_that_stops_early_leaves_out_the_last_product(one_gpu: Setup) -> None:
+    """The backward pass reads the inputs of the projection to the hidden size, never its result."""
+    full = replace(one_gpu, checkpointing="full")
+    early = replace(full, software=replace(full.software, stops_early=True))
+    plain, whole, less = (seconds(one, kappa=-40.0)["products"] for one in (one_gpu, full, early))
+    block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert (less - plain) / (whole - plain) == pytest.approx(1 - 4096 * 14336 / block)
+    attention = [seconds(one)["attention"] for one in (full, early)]
+    assert attention[0] == attention[1]
+
+
+def test_stopping_early_leaves_out_one_of_six_reductions() -> None:
+    full = setup_of("llama-8b", "h100", 2, tp=2, global_batch=1, micro_batch=1, checkpointing="full")
+    early = full.replaced(software=replace(full.software, stops_early=True))
+    assert seconds(early)["tensor parallel"] / seconds(full)["tensor parallel"] == pytest.approx(5 / 6)
+
+
+def test_casts_and_gradients_move_bytes_of_every_trained_weight(one_gpu: Setup) -> None:
+    """Six bytes of each weight of the blocks and the head, whatever the micro batch is."""
+    small, large = (
+        seconds(one, elementwise=-40.0, logit_bytes=-40.0, weight_traffic=0.0)["memory-bound"]
+        for one in (one_gpu, replace(one_gpu, micro_batch=4))
+    )
+    weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    assert small == pytest.approx(6 * weights / 3.35e12, rel=1e-6)
+    assert large == pytest.approx(small)
+    lora = setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none", method="lora")
+    assert seconds(lora, elementwise=-40.0, logit_bytes=-40.0)["memory-bound"] == pytest.approx(0, abs=1e-9)
+
+
 def test_repeating_the_attention_adds_its_forward(one_gpu: Setup) -> None:
     """Fused attention has two products forward and five backward: 3.5 forwards, then 4.5."""
     plain, repeated = seconds(one_gpu), seconds(replace(one_gpu, checkpointing="attention"))
@@ -65,7 +95,7 @@ def test_norms_and_residuals_are_split_by_sequence_parallelism_only(split: bool,
     """Per token and layer: 10 x 4096 of norms and residuals, and on two ranks half of 2 x 28672 + 2 x 6144."""
     one = setup_of("llama-8b", "h100", 2, tp=2, global_batch=1, micro_batch=1, checkpointing="none")
     one = one.replaced(software=replace(one.software, sequence_parallel=split))
-    found = seconds(one, elementwise=0.0, logit_bytes=-40.0)["memory-bound"]
+    found = seconds(one, elementwise=0.0, logit_bytes=-40.0, weight_traffic=-40.0)["memory-bound"]
     assert found == pytest.approx(2 * 4096 * (norms + 34816) * 2.5 * 32 / 3.35e12, rel=1e-6)
 
 
@@ -96,11 +126,29 @@ def test_adapters_save_the_gradient_of_frozen_weights() -> None:
     assert seconds(lora)["optimizer"] < seconds(full)["optimizer"] / 50
 
 
+def test_compiled_blocks_expand_4_bit_weights_twice_whether_they_recompute_or_not() -> None:
+    """2.5 bytes per weight of the blocks, 1.5 times what the memory would take at least, forward and backward."""
+    lora, qlora = (
+        setup_of("llama-8b", "h100", 1, micro_batch=1, global_batch=1, method=method, software="paceline")
+        for method in ("lora", "qlora")
+    )
+    weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    for checkpointing, eager in (("none", 2), ("full", 3)):
+        for compiled in (True, False):
+            pair = (
+                one.replaced(checkpointing=checkpointing, software=replace(one.software, compiled=compiled))
+                for one in (lora, qlora)
+            )
+            plain, quantised = (seconds(one)["memory-bound"] for one in pair)
+            factor = 2 * 1.5 if compiled else eager * math.exp(VALUES["expand"])
+            assert quantised - plain == pytest.approx(factor * 2.5 * weights / 3.35e12, rel=1e-6)
+
+
 def test_plain_pytorch_moves_more_and_a_compiler_less() -> None:
     fused = setup_of("llama-8b", "h100", 1, global_batch=1, micro_batch=1, checkpointing="none")
     plain = replace(fused, software=replace(fused.software, fused_elementwise=False))
     compiled = replace(plain, software=replace(plain.software, compiled=True))
-    moved = [seconds(one)["memory-bound"] for one in (plain, fused, compiled)]
+    moved = [seconds(one, weight_traffic=-40.0)["memory-bound"] for one in (plain, fused, compiled)]
     assert moved[0] / moved[1] == pytest.approx(math.exp(VALUES["unfused"]))
     assert moved[2] < moved[1]
 
