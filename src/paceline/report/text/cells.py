@@ -31,6 +31,8 @@ SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
+# The only run of a foreign script: its work was compared with nothing.
+ALONE = "baseline"
 DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
 PRECISIONS = "another precision is other work, so these cells are listed, not ranked"
 
@@ -192,6 +194,7 @@ class _Context:
         devices = {run.run: run.device_name for run in report.runs}
         graded = [c for c in report.certificates if c.level]
         levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
+        levels = levels if len(graded) > 1 else dict.fromkeys(levels, ALONE)
         models = short_models(run.axes.get("model") for run in report.runs)
         return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels, models)
 

@@ -15,6 +15,8 @@ from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
+from paceline.report.summary import light
+from paceline.report.tables.table import CROSS, certification, certified_sentence
 from paceline.results.records import RunRecord
 
 GROUP = {"class": "AdamW", "lr": 0.1, "betas[0]": 0.9, "elements": 10}
@@ -51,6 +53,30 @@ def test_equal_runs_of_two_strategies_are_certified() -> None:
     assert second.reference == first.run
     assert second.valid
     assert not second.differs
+
+
+def test_a_run_alone_is_compared_with_nothing() -> None:
+    (alone,) = judged(run("ddp", init_digests={}))
+    assert alone.level_text == "nothing to compare with (not observed: initial weights, trained tensors)"
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [
+        ([run("ddp")], "1 run, with nothing to compare its work with"),
+        ([run("ddp"), run("fsdp", at=1.0)], "2 of 2 runs certified"),
+        ([run("ddp"), run("fsdp", at=1.0, parameters=9)], "1 of 2 runs certified, 1 different"),
+        ([run("ddp"), run("zero3", at=1.0, init_digests={})], "1 of 2 runs certified, 1 consistent"),
+    ],
+)
+def test_a_report_does_not_call_other_work_certified(records: list[RunRecord], text: str) -> None:
+    report = build(records, title="")
+    assert text in light(report).text
+    assert text in certified_sentence(report)
+    table = certification(report)
+    assert table is not None
+    different = sum(bool(c.differs) for c in report.certificates)
+    assert sum(row[1].text.startswith(CROSS) for row in table.rows) == different
 
 
 def test_sharded_weights_add_up_to_whole_ones() -> None:
