@@ -17,6 +17,7 @@ from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
 from paceline.report.summary import light
 from paceline.report.tables.table import CROSS, certification, certified_sentence
+from paceline.report.text.cells import groups
 from paceline.results.records import RunRecord
 
 GROUP = {"class": "AdamW", "lr": 0.1, "betas[0]": 0.9, "elements": 10}
@@ -77,6 +78,26 @@ def test_a_report_does_not_call_other_work_certified(records: list[RunRecord], t
     assert table is not None
     different = sum(bool(c.differs) for c in report.certificates)
     assert sum(row[1].text.startswith(CROSS) for row in table.rows) == different
+
+
+def test_values_of_one_parameter_are_ranked_in_one_table() -> None:
+    """The title of a script may name the parameter; another parameter makes a table of its own."""
+
+    def named(framework: str, settings: str, at: float, seconds: float = 1.0) -> RunRecord:
+        record = run(at=at, seconds=seconds)
+        parameters = {"framework": framework, "settings": settings}
+        command = ("-m", "loops.{framework}", "--settings", "{settings}")
+        script = Script(command=command, parameters=parameters, code="v1")
+        return replace(record, spec=replace(record.spec, script=script))
+
+    names = ["plain", "trainer", "trl"]
+    chosen = [(name, settings) for settings in ("default", "best") for name in names]
+    report = build([named(*each, at=float(n), seconds=n + 1) for n, each in enumerate(chosen)], title="")
+    labels = {group.title: [row.label for row in group.rows] for group in groups(report)}
+    assert labels == {
+        f"tiny, 2 processes, settings {settings}": [f"framework {name}" for name in names]
+        for settings in ("default", "best")
+    }
 
 
 def test_sharded_weights_add_up_to_whole_ones() -> None:
