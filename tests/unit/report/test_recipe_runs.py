@@ -167,7 +167,7 @@ def test_accelerate_trains_with_its_configuration(tmp_path: Path) -> None:
     check(train(tmp_path, "accelerate", "ddp", ACCELERATE, start), "DDP")
 
 
-@pytest.mark.parametrize(("strategy", "wrapper"), [("ddp", "DDP"), ("fsdp2", "FSDP2")])
+@pytest.mark.parametrize(("strategy", "wrapper"), [("ddp", "DDP"), ("fsdp2", "FSDP2 or other DTensors")])
 def test_torchtitan_trains_with_its_configuration(tmp_path: Path, strategy: str, wrapper: str) -> None:
     if not is_installed("torchtitan==0.2.2"):
         pytest.skip("torchtitan 0.2 is not installed")
