@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from training_records import build_record, build_spec, build_steps
 
+from paceline.analysis.compare import fingerprint
 from paceline.analysis.findings import CERTIFIED, CONSISTENT, DIFFERENT, Certificate
 from paceline.analysis.report import build
 from paceline.analysis.training.certificate import certify_all
@@ -98,6 +99,12 @@ def test_values_of_one_parameter_are_ranked_in_one_table() -> None:
         f"tiny, 2 processes, settings {settings}": [f"framework {name}" for name in names]
         for settings in ("default", "best")
     }
+
+
+def test_another_version_of_the_script_is_a_difference() -> None:
+    (found,) = fingerprint.differences([run("ddp")], [run("ddp", code="v2", at=1.0)])
+    assert (found.path, found.first, found.second) == ("code of the script", "v1", "v2")
+    assert not fingerprint.differences([run("ddp")], [run("ddp", at=1.0)])
 
 
 def test_sharded_weights_add_up_to_whole_ones() -> None:
