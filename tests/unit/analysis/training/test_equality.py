@@ -101,6 +101,12 @@ def test_values_of_one_parameter_are_ranked_in_one_table() -> None:
     }
 
 
+def test_a_script_that_runs_to_its_end_has_no_number_of_steps() -> None:
+    spec = run("ddp").spec
+    assert spec.axes()["steps"] == spec.steps
+    assert "steps" not in replace(spec, steps=0).axes()
+
+
 def test_another_version_of_the_script_is_a_difference() -> None:
     (found,) = fingerprint.differences([run("ddp")], [run("ddp", code="v2", at=1.0)])
     assert (found.path, found.first, found.second) == ("code of the script", "v1", "v2")
