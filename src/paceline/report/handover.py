@@ -56,21 +56,23 @@ class Winner:
 def winner_of(report: Report) -> Winner:
     """The cell that the headline recommends, or the only one; RequestError if there is no winner."""
     found, cells = headline(report), ranked_cells(report)
-    chosen = next(iter(cells)) if len(cells) == 1 else None
+    chosen, sentence = next(iter(cells)) if len(cells) == 1 else None, answer(report)[0]
+    if chosen is not None:
+        sentence = "It is the only configuration of these results, so it was compared with no other."
     if found is not None and len(found.choose) == 1:
         named = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
         chosen = named.get(found.choose[0])
     if chosen is None:
-        raise RequestError(f"recipe: got results without a winner, expected one. {answer(report)[0]}")
+        raise RequestError(f"recipe: got results without a winner, expected one. {sentence}")
     recipe = next(recipe for recipe in report.recipes if recipe.cell == chosen)
     runs = tuple(run.run for run in report.runs if run.cell == chosen and run.status == "ok")
-    return Winner(yaml.safe_load(recipe.experiment)["base"], answer(report)[0], runs)
+    return Winner(yaml.safe_load(recipe.experiment)["base"], sentence, runs)
 
 
 def files_for(tool: str, winner: Winner) -> Files:
     """The files for one tool, by name; RequestError if the tool has no such setting."""
     made = TOOLS[tool](winner)
-    about = ["# The winning configuration", "", *winner.citation, "", "Files: " + ", ".join(made) + ".", ""]
+    about = ["# A measured configuration", "", *winner.citation, "", "Files: " + ", ".join(made) + ".", ""]
     return {**made, "README.md": "\n".join(about)}
 
 

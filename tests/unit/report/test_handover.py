@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from training_records import build_record, build_spec
 from paceline.analysis.report import build
 from paceline.errors import RequestError
 from paceline.experiment import recipe
+from paceline.experiment.script import Script
 from paceline.report.handover import Winner, files_for, winner_of
 from paceline.training.strategies import _optimizers
 
@@ -178,6 +180,13 @@ def test_a_script_is_written_with_its_config_files() -> None:
 def test_results_without_a_winner_are_refused() -> None:
     with pytest.raises(RequestError, match="without a winner"):
         winner_of(build([build_record(build_spec("ddp")), build_record(build_spec("fsdp2"))], title=""))
+
+
+def test_the_only_configuration_has_won_against_none() -> None:
+    spec = replace(build_spec(None, 2, workload="script"), script=Script(command=("train.py",), code="v1"))
+    alone = winner_of(build([build_record(spec, 1.0, {"parameters": 10})], title=""))
+    assert "compared with no other" in alone.sentence
+    assert "No recommendation" not in files_for("torchrun", alone)["README.md"]
 
 
 def test_names_cannot_add_lines_to_a_file() -> None:
