@@ -69,7 +69,9 @@ def measure(arguments: argparse.Namespace) -> int:
     if command[0] != "-m" and not command[0].endswith(".py"):
         is_program = "{" in command[0] or shutil.which(command[0]) is not None
         require(is_program, "measure", command[0], "a program on the PATH, or a .py file")
+    require(arguments.steps is None or arguments.steps > 0, "measure: --steps", arguments.steps, "a number from 1")
     source = write_experiment(command, arguments)
+    require_possible(source, arguments.set)
     code = run_experiment(
         argparse.Namespace(
             experiment=str(source),
@@ -115,6 +117,17 @@ def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
     except OSError as error:
         raise RequestError(f"--out: {str(path)!r} cannot be written ({error.strerror}).") from None
     return path
+
+
+def require_possible(source: Path, settings: list[str]) -> None:
+    """RequestError if no run of the experiment is possible. `paceline run` makes a record of each of them instead."""
+    from paceline.campaign.run.controller import load_own
+    from paceline.experiment import plugins
+
+    specs = load_own(str(source), settings, None, "all", {}, allow=["command"])
+    refusals = [plugins.load("workloads", spec.workload.name).check(spec) for spec in specs]
+    if all(refusals):
+        raise RequestError(f"measure: {refusals[0]}.")
 
 
 def gate(arguments: argparse.Namespace) -> int:

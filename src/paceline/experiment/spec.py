@@ -482,7 +482,8 @@ class RunSpec:
             axes |= {"checkpoint_every": self.checkpoint_every, "checkpoint_async": self.checkpoint_async}
         if not self.script:
             axes["seed"] = self.seed
-        return axes | {"steps": self.steps} if self.is_trained and not s else axes
+        # A script without a limit runs until it ends: its number of steps is not known before.
+        return axes | {"steps": self.steps} if self.is_trained and self.steps and not s else axes
 
     def to_dict(self) -> dict[str, Any]:
         """As spec.json stores it. Shipped plugins are not recorded in `declared`: their files say it."""

@@ -17,11 +17,19 @@ from paceline.analysis.findings import Report
 from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.script import Script
-from paceline.experiment.spec import PRECISIONS
+from paceline.experiment.spec import OPTIMIZERS, PRECISIONS
 from paceline.report.answer import answer, headline
 from paceline.report.text.cells import ranked_cells
 
 Files = dict[str, str]
+_ACCELERATE = {"single": (), "ddp": (), "fsdp2": ("reshard_after_forward",), "zero": ("stage",)}
+# Strategies that the files of a tool can say, each with the options that they can say.
+SAYS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "accelerate": _ACCELERATE,
+    "deepspeed": {"zero": ("stage",)},
+    "huggingface": _ACCELERATE,
+    "torchtitan": {"ddp": (), "fsdp2": ()},
+}
 # AdamW of Paceline's own loops, as in torch, DeepSpeed and transformers. torchtitan has another default.
 BETAS = (0.9, 0.999)
 
@@ -48,21 +56,23 @@ class Winner:
 def winner_of(report: Report) -> Winner:
     """The cell that the headline recommends, or the only one; RequestError if there is no winner."""
     found, cells = headline(report), ranked_cells(report)
-    chosen = next(iter(cells)) if len(cells) == 1 else None
+    chosen, sentence = next(iter(cells)) if len(cells) == 1 else None, answer(report)[0]
+    if chosen is not None:
+        sentence = "It is the only configuration of these results, so it was compared with no other."
     if found is not None and len(found.choose) == 1:
         named = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
         chosen = named.get(found.choose[0])
     if chosen is None:
-        raise RequestError(f"recipe: got results without a winner, expected one. {answer(report)[0]}")
+        raise RequestError(f"recipe: got results without a winner, expected one. {sentence}")
     recipe = next(recipe for recipe in report.recipes if recipe.cell == chosen)
     runs = tuple(run.run for run in report.runs if run.cell == chosen and run.status == "ok")
-    return Winner(yaml.safe_load(recipe.experiment)["base"], answer(report)[0], runs)
+    return Winner(yaml.safe_load(recipe.experiment)["base"], sentence, runs)
 
 
 def files_for(tool: str, winner: Winner) -> Files:
     """The files for one tool, by name; RequestError if the tool has no such setting."""
     made = TOOLS[tool](winner)
-    about = ["# The winning configuration", "", *winner.citation, "", "Files: " + ", ".join(made) + ".", ""]
+    about = ["# A measured configuration", "", *winner.citation, "", "Files: " + ", ".join(made) + ".", ""]
     return {**made, "README.md": "\n".join(about)}
 
 
@@ -76,15 +86,34 @@ def _stage(winner: Winner) -> int | None:
     return int(strategy.options.get("stage", 1)) if strategy.name == "zero" else None
 
 
+def _reshards(winner: Winner) -> bool:
+    return bool(winner.strategy.options.get("reshard_after_forward", True))
+
+
 def _require_own(tool: str, winner: Winner) -> None:
     if "command" in winner.fields:
         raise RequestError(
             f"recipe: got a script for --for {tool}, expected a strategy of Paceline: the settings of a script are its "
             "own. Use --for torchrun, which writes its command and config files."
         )
-    precision = winner.fields["precision"]
-    accepted = f"fp32, bf16 or fp16, which {tool} configures in the same way. Use --for torchrun"
-    require(PRECISIONS[precision] == precision, f"recipe --for {tool}: precision", precision, accepted)
+    fields, strategy = winner.fields, winner.strategy
+    precision = fields["precision"]
+    known = [name for name, base in PRECISIONS.items() if name == base and (tool, name) != ("torchtitan", "fp16")]
+    known_options = SAYS[tool].get(strategy.name, ())
+    optimizers = OPTIMIZERS if tool == "huggingface" else ("adamw",)
+    for what, name, accepted in (
+        ("precision", precision, known),
+        ("strategy", strategy.name, SAYS[tool]),
+        *(("option of the strategy", option, known_options) for option in strategy.options),
+        ("optimizer", fields.get("optimizer", "adamw"), optimizers),
+    ):
+        names = f"{', '.join(accepted) or 'none'}, which {tool} configures in the same way. Use --for torchrun"
+        require(name in accepted, f"recipe --for {tool}: {what}", name, names)
+    if strategy.name == "fsdp2" and fields["device"] == "cpu" and tool in ("accelerate", "huggingface"):
+        raise RequestError(
+            f"recipe: got fsdp2 on CPUs for --for {tool}, where Accelerate trains under DDP without a message. Use "
+            "--for torchrun."
+        )
 
 
 def torchrun(winner: Winner) -> Files:
@@ -105,12 +134,17 @@ def torchrun(winner: Winner) -> Files:
 def deepspeed(winner: Winner) -> Files:
     """A DeepSpeed configuration."""
     _require_own("deepspeed", winner)
-    fields, precision = winner.fields, winner.fields["precision"]
+    fields, precision, stage = winner.fields, winner.fields["precision"], _stage(winner)
     document = {
         "train_micro_batch_size_per_gpu": fields["micro_batch"],
         "gradient_accumulation_steps": fields["accumulation"],
         "gradient_clipping": fields["clip_norm"],
-        "zero_optimization": {"stage": _stage(winner) or 0},
+        # As measured: DeepSpeed overlaps at stage 3 only, and would replace torch's linear layer there.
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            **({"memory_efficient_linear": False} if stage == 3 else {}),
+        },
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16"},
         "optimizer": {
@@ -138,7 +172,7 @@ def accelerate(winner: Winner) -> Files:
     kind = "NO" if ranks == 1 else "MULTI_GPU"
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED" if stage is not None else "FSDP" if name == "fsdp2" and cuda else kind,
+        "distributed_type": "DEEPSPEED" if stage is not None else "FSDP" if name == "fsdp2" else kind,
         "num_machines": fields["nodes"],
         "num_processes": ranks,
         "machine_rank": 0,
@@ -152,7 +186,14 @@ def accelerate(winner: Winner) -> Files:
             "gradient_clipping": fields["clip_norm"],
         }
     elif document["distributed_type"] == "FSDP":
-        document["fsdp_config"] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+        document["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": _reshards(winner),
+            "fsdp_activation_checkpointing": fields["checkpointing"] == "full",
+        }
+    if fields["compile"]:
+        document["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     start = "# Start it with ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate.yaml ...\n"
     if stage is not None:
         start += (
@@ -164,7 +205,8 @@ def accelerate(winner: Winner) -> Files:
 def huggingface(winner: Winner) -> Files:
     """Arguments of a Trainer: `HfArgumentParser(TrainingArguments).parse_json_file`, with a DeepSpeed file if used."""
     _require_own("huggingface", winner)
-    fields, stage = winner.fields, _stage(winner)
+    fields, stage, shards = winner.fields, _stage(winner), winner.strategy.name == "fsdp2"
+    optimizer = fields.get("optimizer", "adamw")
     document = {
         "output_dir": "out",
         "per_device_train_batch_size": fields["micro_batch"],
@@ -178,7 +220,9 @@ def huggingface(winner: Winner) -> Files:
         "torch_compile": bool(fields["compile"]),
         "seed": fields["seed"],
         **({"deepspeed": "ds_config.json"} if stage is not None else {}),
-        **({"fsdp": "full_shard"} if winner.strategy.name == "fsdp2" else {}),
+        **({"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": _reshards(winner)}} if shards else {}),
+        **({"ddp_find_unused_parameters": False} if winner.strategy.name == "ddp" else {}),
+        **({"optim": optimizer} if optimizer != "adamw" else {}),
         **({"use_cpu": True} if fields["device"] == "cpu" else {}),
     }
     files = {"training_arguments.json": json.dumps(document, indent=2) + "\n"}
@@ -189,8 +233,6 @@ def torchtitan(winner: Winner) -> Files:
     """A config file for torchtitan 0.2, and for 0.3, which reads none any more, a shell script with its options."""
     _require_own("torchtitan", winner)
     fields, name = winner.fields, winner.strategy.name
-    if name not in ("ddp", "fsdp2"):
-        raise RequestError(f"recipe: got the strategy {winner.strategy}, expected ddp or fsdp2 for --for torchtitan.")
     ranks = fields["processes"] * fields["nodes"]
     group = "--optimizer.param-groups.0"
     options = {

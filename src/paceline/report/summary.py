@@ -21,7 +21,7 @@ from paceline.report.charts.tradeoffs import COMPRESSION
 from paceline.report.tables import finetuning, served, tradeoffs
 from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import number
-from paceline.report.tables.table import certified_sentence, first_sentence
+from paceline.report.tables.table import certified_sentence, equal_work_text, first_sentence
 from paceline.report.text import trust
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned
 from paceline.report.tiles import MEMORY, Tile, best_load, tiles
@@ -240,8 +240,8 @@ def light(report: Report) -> Light:
     )
     found = [(level, text) for level, count, text in problems if count]
     level = found[0][0] if found else GREEN if levels else UNKNOWN
-    proved, valid = sum(c.valid for c in report.certificates), sum(v.is_valid for v in report.served)
-    good = [f"{proved} of {len(report.certificates)} runs certified"] if report.certificates else []
+    valid = sum(v.is_valid for v in report.served)
+    good = [equal_work_text(report)] if report.certificates else []
     good += [f"{valid} of {len(report.served)} loads valid"] if report.served else []
     good += ["no launch disturbed"] if levels and set(levels) == {GREEN} else []
     good += ["load of the hosts not recorded"] if not levels and ours else []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.cli import command, scripts
+from paceline.cli import command, main, scripts
 
 
 def test_measure_hands_over_every_option_that_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +31,28 @@ def test_measure_hands_over_every_option_that_run_has(tmp_path: Path, monkeypatc
     document = yaml.safe_load((tmp_path / "train.yaml").read_text())
     assert document["base"]["command"] == [sys.executable, "train.py", "-v"]
     assert document["repeats"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--steps", "0"], "--steps: got 0, expected a number from 1"),
+        (["--trace", "4-5"], "step 5 may be measured"),
+        (["--steps", "5"], "5 steps leave none after a warm-up of at least 5"),
+    ],
+)
+def test_what_no_run_could_do_is_refused_before_any(
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(scripts, "run_experiment", lambda _: pytest.fail("it was started"))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    assert main(["measure", *words, "--", sys.executable, "train.py"]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_a_plan_names_the_cells_of_a_script_by_its_parameters(

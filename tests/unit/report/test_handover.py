@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from training_records import build_record, build_spec
 from paceline.analysis.report import build
 from paceline.errors import RequestError
 from paceline.experiment import recipe
+from paceline.experiment.script import Script
 from paceline.report.handover import Winner, files_for, winner_of
 from paceline.training.strategies import _optimizers
 
@@ -82,8 +84,49 @@ def test_torchtitan_gets_its_options_and_refuses_what_it_lacks() -> None:
     assert (document["optimizer"]["beta1"], document["optimizer"]["beta2"]) == _optimizers.BETAS
     assert document["activation_checkpoint"]["mode"] == "none"
     assert document["compile"] == {"enable": False}
-    with pytest.raises(RequestError, match="expected ddp or fsdp2"):
-        files_for("torchtitan", winner())
+
+
+@pytest.mark.parametrize(
+    ("tool", "fields", "what"),
+    [
+        ("accelerate", {"strategy": "mesh:tp=2"}, "strategy: got mesh, expected single, ddp, fsdp2, zero"),
+        ("accelerate", {"strategy": "fsdp2", "device": "cpu"}, "got fsdp2 on CPUs"),
+        ("deepspeed", {"strategy": "fsdp2"}, "strategy: got fsdp2, expected zero"),
+        ("deepspeed", {"strategy": "zero:stage=3,offload=cpu"}, "option of the strategy: got offload, expected stage"),
+        ("deepspeed", {"optimizer": "adamw_8bit"}, "optimizer: got adamw_8bit, expected adamw"),
+        ("huggingface", {"strategy": "compressed:method=powersgd"}, "strategy: got compressed"),
+        ("torchtitan", {"strategy": "zero:stage=2"}, "strategy: got zero, expected ddp, fsdp2"),
+        ("torchtitan", {"strategy": "ddp", "precision": "fp16"}, "precision: got fp16, expected fp32, bf16"),
+    ],
+)
+def test_what_a_tool_cannot_say_is_refused(tool: str, fields: dict[str, Any], what: str) -> None:
+    chosen = winner()
+    chosen = Winner({**chosen.fields, "device": "cuda", **fields}, chosen.sentence, chosen.runs)
+    with pytest.raises(RequestError) as refusal:
+        files_for(tool, chosen)
+    assert what in str(refusal.value).replace("'", "")
+
+
+def test_fsdp2_is_written_as_it_was_measured(tmp_path: Path) -> None:
+    """Every block is a unit; without a policy the whole model would be one."""
+    arguments = pytest.importorskip("accelerate.commands.config.config_args")
+    transformers = pytest.importorskip("transformers")
+    fields = {**winner("fsdp2:reshard_after_forward=false").fields, "device": "cuda", "compile": True}
+    for tool in ("accelerate", "huggingface"):
+        for name, text in files_for(tool, Winner(fields, "It won.", ("run-a",))).items():
+            (tmp_path / name).write_text(text)
+    read = arguments.load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert str(read.distributed_type).endswith("FSDP")
+    assert (read.fsdp_config["fsdp_version"], read.fsdp_config["fsdp_reshard_after_forward"]) == (2, False)
+    assert read.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    assert read.dynamo_config["dynamo_backend"] == "INDUCTOR"
+    path = str(tmp_path / "training_arguments.json")
+    document = {**json.loads(Path(path).read_text()), "bf16": False, "use_cpu": True}
+    Path(path).write_text(json.dumps(document))
+    (given,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_json_file(path)
+    plugin = given.fsdp_plugin_args
+    assert (plugin["fsdp_version"], plugin["reshard_after_forward"]) == (2, False)
+    assert "transformer" in str(plugin["auto_wrap_policy"]).lower()
 
 
 def test_torchrun_starts_the_winning_script(tmp_path: Path, forking_python: None) -> None:
@@ -137,6 +180,13 @@ def test_a_script_is_written_with_its_config_files() -> None:
 def test_results_without_a_winner_are_refused() -> None:
     with pytest.raises(RequestError, match="without a winner"):
         winner_of(build([build_record(build_spec("ddp")), build_record(build_spec("fsdp2"))], title=""))
+
+
+def test_the_only_configuration_has_won_against_none() -> None:
+    spec = replace(build_spec(None, 2, workload="script"), script=Script(command=("train.py",), code="v1"))
+    alone = winner_of(build([build_record(spec, 1.0, {"parameters": 10})], title=""))
+    assert "compared with no other" in alone.sentence
+    assert "No recommendation" not in files_for("torchrun", alone)["README.md"]
 
 
 def test_names_cannot_add_lines_to_a_file() -> None:

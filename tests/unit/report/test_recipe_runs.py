@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from training_records import build_spec
 
+from paceline.examples import is_installed
 from paceline.experiment import recipe
 from paceline.report.handover import Winner, files_for
 from paceline.training import attachment
@@ -90,6 +91,22 @@ for number, batch in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
 """
+TORCHTITAN = """
+from paceline.examples.torchtitan import train_spec, use_cpu
+from paceline.examples.work import Work
+
+use_cpu()
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import register_train_spec
+from torchtitan.train import Trainer
+
+# The data and the model are no part of the file; everything that is comes from it.
+register_train_spec("tried", train_spec(Work(3, "tiny", 2, 2, 64, 512)))
+own = ["--model.name", "tried", "--model.flavor", "tiny", "--training.steps", "3", "--comm.trace_buf_size", "0"]
+trainer = Trainer(ConfigManager().parse_args(["--job.config_file", "torchtitan.toml", *own]))
+trainer.train()
+trainer.close()
+"""
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -148,3 +165,12 @@ def test_accelerate_trains_with_its_configuration(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     start = ("accelerate.commands.launch", "--config_file", "accelerate.yaml")
     check(train(tmp_path, "accelerate", "ddp", ACCELERATE, start), "DDP")
+
+
+@pytest.mark.parametrize(("strategy", "wrapper"), [("ddp", "DDP"), ("fsdp2", "FSDP2 or other DTensors")])
+def test_torchtitan_trains_with_its_configuration(tmp_path: Path, strategy: str, wrapper: str) -> None:
+    if not is_installed("torchtitan==0.2.2"):
+        pytest.skip("torchtitan 0.2 is not installed")
+    ranks = train(tmp_path, "torchtitan", strategy, TORCHTITAN)
+    assert {facts["clip_norm"] for facts in ranks} == {0.5}
+    check(ranks, wrapper)

@@ -20,9 +20,10 @@ CIRCUMSTANCES = (
     *("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
     *("max_restarts", "checkpoint_every", "checkpoint_async"),
 )
+SCRIPT = "code of the script"
 # The most frequent explanations of a change come first.
 _ORDER = (
-    *("gpus.name", "engine", "driver", "cuda", "versions"),
+    *(SCRIPT, "gpus.name", "engine", "driver", "cuda", "versions"),
     *("gpus", "switches", "settings", "environment", "launcher"),
 )
 _TOPOLOGY = "topology."
@@ -50,6 +51,8 @@ def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
     for sample in record.replicas:
         reported = {"version": sample.version, "devices": sample.devices, "settings": dict(sample.settings)}
         yield from ((f"engine.{path}", value) for path, (value, _) in machine.fingerprint_diff(reported, {}).items())
+    if record.spec.script:
+        yield SCRIPT, record.spec.script.code
     evidence = record.evidence
     for group in ("settings", "switches") if evidence else ():
         yield from ((f"{group}.{key}", value) for key, value in getattr(evidence, group).items())

@@ -128,6 +128,7 @@ def _certificate(
     run: Observed, baseline: Observed, first: Observed, number: int, varying: set[str], group: Sequence[Observed]
 ) -> Certificate:
     own, whole = grade(run, baseline, varying), grade(run, first, varying)
+    unseen = f" (not observed: {', '.join(own.unobserved)})" if own.unobserved else ""
     checks = [*soundness(run, group)]
     for quantity in QUANTITIES:
         differing, missing = whole.differing.get(quantity.name), whole.unobserved.get(quantity.name)
@@ -150,7 +151,7 @@ def _certificate(
         steps=len(run.steps),
         compared_steps=len(run.steps),
         level=own.level,
-        grade=own.text,
+        grade=own.text if len(group) > 1 else f"nothing to compare with{unseen}",
         differs=tuple(f"{name}: {what}" for name, what in whole.differing.items()),
     )
 

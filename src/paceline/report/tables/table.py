@@ -7,6 +7,7 @@ are left out and named below the table, so that a table never suggests a zero.
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -14,6 +15,8 @@ from typing import NamedTuple, TypeVar
 from paceline.analysis.findings import (
     BETTER,
     CERTIFIED,
+    CONSISTENT,
+    DIFFERENT,
     WORSE,
     Certificate,
     Comparison,
@@ -324,7 +327,7 @@ def certification(report: Report) -> Table | None:
         by_cell.setdefault(c.cell, []).append(c)
 
     def badge(found: list[Certificate]) -> Cell:
-        passed = sum(c.valid for c in found)
+        passed = sum(c.valid and not c.differs for c in found)
         mark, tone = (TICK, "good") if passed == len(found) else (CROSS, "bad")
         return Cell(f"{mark} {passed} of {len(found)} runs", "", tone)
 
@@ -356,9 +359,25 @@ def certified_sentence(report: Report) -> str:
     total, valid = len(report.certificates), [c for c in report.certificates if c.valid]
     if not total:
         return "No run carries a certificate."
+    if any(c.level for c in report.certificates):
+        first = f"Equal work: {equal_work_text(report)}."
+    else:
+        first = f"{len(valid)} of {total} runs are certified to have done equal work."
     steps, compared = sum(c.steps for c in valid), sum(c.compared_steps for c in valid)
-    rests = f" {compared:,} of their {steps:,} steps were compared." if steps else ""
-    return f"{len(valid)} of {total} runs are certified to have done equal work.{rests}"
+    if not steps or (total == 1 and valid[0].level):
+        return first
+    return f"{first} {compared:,} of their {steps:,} steps were compared."
+
+
+def equal_work_text(report: Report) -> str:
+    """`4 of 4 runs certified`; of foreign scripts, also how many are only consistent, or did other work."""
+    total = len(report.certificates)
+    if total == 1 and report.certificates[0].valid and report.certificates[0].level:
+        return "1 run, with nothing to compare its work with"
+    levels = Counter((DIFFERENT if c.differs else c.level or CERTIFIED) for c in report.certificates if c.valid)
+    parts = [(level, levels[level]) for level in (CERTIFIED, CONSISTENT, DIFFERENT) if levels[level]]
+    first, *rest = parts or [(CERTIFIED, 0)]
+    return ", ".join((f"{first[1]} of {total} runs {first[0]}", *(f"{count} {level}" for level, count in rest)))
 
 
 def checks(certificate: Certificate) -> Table:

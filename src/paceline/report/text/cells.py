@@ -27,11 +27,14 @@ from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, di
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
+STRATEGY, SCRIPT = "strategy", "script"
 WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
 SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
+# The only run of a foreign script: its work was compared with nothing.
+ALONE = "baseline"
 DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
 PRECISIONS = "another precision is other work, so these cells are listed, not ranked"
 
@@ -87,11 +90,12 @@ def groups(report: Report) -> tuple[Group, ...]:
     """All comparison groups with a ranked cell, the largest first, then by world size."""
     by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
     cells, context = ranked_cells(report), _Context.of(report)
+    free = _compared_axes(context, cells)
     for cell, metrics in cells.items():
         axes = context.placed(metrics[THROUGHPUT])
-        key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name != "strategy"))
+        key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name not in free))
         by_axes.setdefault(key, []).append(cell)
-    found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
+    found = [_group(context, {cell: cells[cell] for cell in members}, free) for members in by_axes.values()]
     for outcome in report.effects:
         alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in outcome.names]
         if len(alone) > 1:
@@ -198,6 +202,7 @@ class _Context:
         devices = {run.run: run.device_name for run in report.runs}
         graded = [c for c in report.certificates if c.level]
         levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
+        levels = levels if len(graded) > 1 else dict.fromkeys(levels, ALONE)
         models = short_models(run.axes.get("model") for run in report.runs)
         return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels, models)
 
@@ -211,17 +216,40 @@ def _placed(axes: Mapping[str, Scalar], device_name: str | None) -> dict[str, Sc
     return {**axes, DEVICE: device_name} if device_name else dict(axes)
 
 
-def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> Group:
+def _compared_axes(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> tuple[str, ...]:
+    """The axis in which the cells of a table differ: the strategy, or the parameter of a foreign script in which most
+    of its values were compared; that with the title of the script, which may name the parameter."""
+    values: dict[str, set[str]] = {}
+    for pair in context.verdicts:
+        a, b = (context.placed(cells[cell][THROUGHPUT]) if cell in cells else {} for cell in pair)
+        if not (a.get(SCRIPT) and b.get(SCRIPT)):
+            return (STRATEGY,)
+        differing = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)} - {SCRIPT}
+        if len(differing) == 1:
+            name = differing.pop()
+            values.setdefault(name, set()).update((repr(a.get(name)), repr(b.get(name))))
+    if STRATEGY in values or not values:
+        return (STRATEGY,)
+    return min(values, key=lambda name: (-len(values[name]), name)), SCRIPT
+
+
+def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], free: Sequence[str]) -> Group:
+    """A table of cells that differ in the free axes only, the first of which names them."""
     order = sorted(cells, key=lambda cell: -(cells[cell][THROUGHPUT].value or 0.0))
     if not any(pair in context.verdicts for pair in itertools.permutations(order, 2)):
         # Cells that cannot be compared, for example of ranks that shared a GPU, are not sorted by speed either.
         order.sort(key=lambda cell: describe(cells[cell][THROUGHPUT].axes, ()))
-    axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k != "strategy"}
+    axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k not in free}
+
+    def label(cell: str) -> str:
+        own = cells[cell][THROUGHPUT].axes
+        return describe(own, ()) if free[0] == STRATEGY or free[0] not in own else axis_text(free[0], own)
+
     rows = tuple(
         Row(
             rank,
             cell,
-            describe(cells[cell][THROUGHPUT].axes, ()),
+            label(cell),
             cells[cell],
             context.verdicts.get((cell, order[0])),
             cells[cell][THROUGHPUT].runs,
@@ -232,7 +260,7 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
     title = ", ".join(axis_text(name, brief) for name in context.named if brief.get(name) is not None)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
     warnings = tuple(note for note in health[0] if all(note in other for other in health))
-    heading = "script" if axes.get("script") else "strategy"
+    heading = SCRIPT if cells[order[0]][THROUGHPUT].axes.get(SCRIPT) else STRATEGY
     return Group(title, axes, rows, _notes(context, rows), warnings, heading, context.levels)
 
 

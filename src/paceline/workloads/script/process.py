@@ -11,12 +11,14 @@ import collections
 import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +33,8 @@ from paceline.workloads.script.options import Options
 
 POLL_S = 0.1
 LAST_LINES = 30
+# Signals of which the process that they end is the cause; another one may be the way in which a launcher ends ranks.
+FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Variables by which torchrun places a rank: a command that starts its own ranks must not inherit them.
 _PLACEMENT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
@@ -225,9 +229,22 @@ def require_success(output: Output, folder: Path, rank: int) -> None:
     if output.code == 0:
         return
     last = next((line for line in reversed(output.lines) if line.strip()), "it printed nothing")
-    words = first_crash(folder, rank) or last
+    # Errors of other ranks are effects of a rank that was killed.
+    killed = last if -output.code in FATAL else killed_rank(output.lines)
+    words = killed or first_crash(folder, rank) or last
     how = f"ended with exit code {output.code}" if output.code > 0 else f"was ended by {signal_name(-output.code)}"
     raise ScriptError(f"the script {how}: {words}")
+
+
+def killed_rank(lines: Iterable[str]) -> str | None:
+    """The rank that torchrun names as the first one that was ended by a signal: it could write no error itself.
+
+    >>> killed_rank(["Root Cause (first observed failure):", " rank : 1 (local_rank: 1)", " exitcode : -9 (pid: 7)"])
+    'rank 1 was ended by signal 9 (SIGKILL)'
+    """
+    _, _, cause = "\n".join(lines).rpartition("Root Cause")
+    found = re.search(r"rank +: (\d+) .*?exitcode +: -(\d+) ", cause, re.DOTALL)
+    return f"rank {found[1]} was ended by {signal_name(int(found[2]))}" if found else None
 
 
 def first_crash(folder: Path, own_rank: int) -> str | None:

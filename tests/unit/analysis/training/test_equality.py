@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from training_records import build_record, build_spec, build_steps
 
+from paceline.analysis.compare import fingerprint
 from paceline.analysis.findings import CERTIFIED, CONSISTENT, DIFFERENT, Certificate
 from paceline.analysis.report import build
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
+from paceline.report.summary import light
+from paceline.report.tables.table import CROSS, certification, certified_sentence
+from paceline.report.text.cells import groups
 from paceline.results.records import RunRecord
 
 GROUP = {"class": "AdamW", "lr": 0.1, "betas[0]": 0.9, "elements": 10}
@@ -51,6 +55,62 @@ def test_equal_runs_of_two_strategies_are_certified() -> None:
     assert second.reference == first.run
     assert second.valid
     assert not second.differs
+
+
+def test_a_run_alone_is_compared_with_nothing() -> None:
+    (alone,) = judged(run("ddp", init_digests={}))
+    assert alone.level_text == "nothing to compare with (not observed: initial weights, trained tensors)"
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [
+        ([run("ddp")], "1 run, with nothing to compare its work with"),
+        ([run("ddp"), run("fsdp", at=1.0)], "2 of 2 runs certified"),
+        ([run("ddp"), run("fsdp", at=1.0, parameters=9)], "1 of 2 runs certified, 1 different"),
+        ([run("ddp"), run("zero3", at=1.0, init_digests={})], "1 of 2 runs certified, 1 consistent"),
+    ],
+)
+def test_a_report_does_not_call_other_work_certified(records: list[RunRecord], text: str) -> None:
+    report = build(records, title="")
+    assert text in light(report).text
+    assert text in certified_sentence(report)
+    table = certification(report)
+    assert table is not None
+    different = sum(bool(c.differs) for c in report.certificates)
+    assert sum(row[1].text.startswith(CROSS) for row in table.rows) == different
+
+
+def test_values_of_one_parameter_are_ranked_in_one_table() -> None:
+    """The title of a script may name the parameter; another parameter makes a table of its own."""
+
+    def named(framework: str, settings: str, at: float, seconds: float = 1.0) -> RunRecord:
+        record = run(at=at, seconds=seconds)
+        parameters = {"framework": framework, "settings": settings}
+        command = ("-m", "loops.{framework}", "--settings", "{settings}")
+        script = Script(command=command, parameters=parameters, code="v1")
+        return replace(record, spec=replace(record.spec, script=script))
+
+    names = ["plain", "trainer", "trl"]
+    chosen = [(name, settings) for settings in ("default", "best") for name in names]
+    report = build([named(*each, at=float(n), seconds=n + 1) for n, each in enumerate(chosen)], title="")
+    labels = {group.title: [row.label for row in group.rows] for group in groups(report)}
+    assert labels == {
+        f"tiny, 2 processes, settings {settings}": [f"framework {name}" for name in names]
+        for settings in ("default", "best")
+    }
+
+
+def test_a_script_that_runs_to_its_end_has_no_number_of_steps() -> None:
+    spec = run("ddp").spec
+    assert spec.axes()["steps"] == spec.steps
+    assert "steps" not in replace(spec, steps=0).axes()
+
+
+def test_another_version_of_the_script_is_a_difference() -> None:
+    (found,) = fingerprint.differences([run("ddp")], [run("ddp", code="v2", at=1.0)])
+    assert (found.path, found.first, found.second) == ("code of the script", "v1", "v2")
+    assert not fingerprint.differences([run("ddp")], [run("ddp", at=1.0)])
 
 
 def test_sharded_weights_add_up_to_whole_ones() -> None:

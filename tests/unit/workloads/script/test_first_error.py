@@ -26,6 +26,41 @@ def test_the_earliest_error_is_the_cause(tmp_path: Path) -> None:
             process.require_success(output, tmp_path, rank)
 
 
+# The end of what torchrun printed when its rank 1 was killed.
+TORCHRUN = """\
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 19026)  (SIGTERM)
+  traceback : Signal 15 (SIGTERM) received by PID 19026
+-------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-19_01:30:17
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 19027)  (SIGKILL)
+  error_file: <N/A>
+=======================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "error"),
+    [
+        (1, TORCHRUN, "ended with exit code 1: rank 1 was ended by signal 9 (SIGKILL)"),
+        (1, TORCHRUN.replace("-9", "1"), "ended with exit code 1: RuntimeError: Connection reset by peer"),
+        (-9, "last words", "was ended by signal 9 (SIGKILL): last words"),
+        (-15, "last words", "was ended by signal 15 (SIGTERM): RuntimeError: Connection reset by peer"),
+    ],
+)
+def test_a_killed_rank_is_the_cause_of_the_errors_of_others(code: int, lines: str, error: str, tmp_path: Path) -> None:
+    crash = {"at_s": 1.0, "error": "RuntimeError: Connection reset by peer", "lines": []}
+    (tmp_path / "rank-0.facts.json").write_text(json.dumps({"crash": crash}))
+    with pytest.raises(ScriptError) as failed:
+        process.require_success(process.Output(code, collections.deque(lines.splitlines())), tmp_path, 0)
+    assert str(failed.value) == f"the script {error}"
+
+
 @pytest.mark.parametrize(("code", "expected"), [(7, 7), (-9, 137), (-1000, 1128)])
 def test_the_exit_code_is_that_of_a_shell(
     code: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

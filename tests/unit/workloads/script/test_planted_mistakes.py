@@ -16,7 +16,7 @@ MISTAKES = (
     *("none", "again", "fewer micro batches", "other order", "frozen layer", "no reduction", "one group"),
     *("other data", "other rate", "rate of one step", "fewer updates", "other seed", "fewer layers", "other optimizer"),
     *("same data on both ranks", "dropout", "averaged weights", "autocast", "half gradients", "stale gradients"),
-    *("other clip", "lost momentum"),
+    *("other clip", "lost momentum", "skipped step", "empty update", "double step", "swapped steps", "other labels"),
 )
 # One interpreter for all: each mistake gets two forked ranks, which average their gradients through shared memory.
 TRAIN = """
@@ -50,6 +50,8 @@ optimizer = (torch.optim.Adam if mistake == "other optimizer" else torch.optim.A
 data = torch.randint(0, 20, (steps, 2, 2, 3, 4), generator=torch.Generator().manual_seed(1))
 if mistake == "other order":
     data = data.flip(0)
+if mistake == "swapped steps":
+    data[[3, 4]] = data[[4, 3]]
 if mistake == "other data":
     data[4, 0, 0, 0, 0] = (data[4, 0, 0, 0, 0] + 1) % 20
 for step in range(steps - 1 if mistake == "fewer updates" else steps):
@@ -64,7 +66,7 @@ for step in range(steps - 1 if mistake == "fewer updates" else steps):
             logits = model(ids)
         if mistake == "dropout":
             logits = torch.nn.functional.dropout(logits, 0.1)
-        torch.nn.functional.cross_entropy(logits, ids[:, 0]).backward()
+        torch.nn.functional.cross_entropy(logits, ids[:, int(mistake == "other labels")]).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     if mistake != "no reduction" or step != 3:
         shared[rank, : len(gradient)] = gradient
@@ -80,7 +82,12 @@ for step in range(steps - 1 if mistake == "fewer updates" else steps):
         model[2].weight.grad = None
     if mistake == "lost momentum" and step == 3:
         optimizer.state.clear()
-    optimizer.step()
+    if mistake == "empty update" and step == 3:
+        optimizer.zero_grad()
+    if mistake != "skipped step" or step != 3:
+        optimizer.step()
+    if mistake == "double step" and step == 3:
+        optimizer.step()
     if mistake == "averaged weights" and step == 3:
         for p, older in zip(model.parameters(), before):
             p.data.lerp_(older, 0.5)
@@ -134,6 +141,11 @@ def test_the_same_work_is_certified(certificates: Mapping[str, Certificate]) -> 
         ("stale gradients", "gradient norms: "),
         ("other clip", "optimizer: clip norm 0.9 instead of 1.0"),
         ("lost momentum", "losses: "),
+        ("skipped step", "updates: 5 instead of 6"),
+        ("empty update", "losses: "),
+        ("double step", "losses: "),
+        ("swapped steps", "data: other samples at step 3"),
+        ("other labels", "losses: "),
     ],
 )
 def test_each_mistake_is_different(certificates: Mapping[str, Certificate], mistake: str, what: str) -> None:
