@@ -97,12 +97,12 @@ class Attention(nn.Module):
         return split_heads(self.inputs(x), self.heads, self.kv_heads)
 
     def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
-        batch, length, _ = x.shape
         q, k, v = self.project(x)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         mixed = self.attend(q, k, v)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim))  # type: ignore[no-any-return]
+        # With sequence parallelism x is a part of the sequence, and q, k and v have all of it.
+        return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
