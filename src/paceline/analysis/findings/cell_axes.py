@@ -10,7 +10,7 @@ _ALWAYS_NAMED = ("model", "world_size")
 # The kind of device is not an axis of a spec; a run records it next to its axes.
 DEVICE = "device_name"
 # Named only if nothing else distinguishes two cells; the least informative axis comes first.
-_SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
+_SELDOM_NAMED = ("steps", "seed", "launcher", "workload", "accumulation")
 
 
 def describe(axes: Mapping[str, Scalar], named: Sequence[str] = _ALWAYS_NAMED) -> str:

@@ -87,7 +87,9 @@ def groups(report: Report) -> tuple[Group, ...]:
     cells, context = ranked_cells(report), _Context.of(report)
     for cell, metrics in cells.items():
         axes = context.placed(metrics[THROUGHPUT])
-        key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name != "strategy"))
+        # A strategy that splits the model has fewer replicas, which accumulate more for the same global batch.
+        free = ("strategy",) if axes.get("script") else ("strategy", "accumulation")
+        key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name not in free))
         by_axes.setdefault(key, []).append(cell)
     found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
     for outcome in report.effects:
@@ -210,7 +212,8 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
     if not any(pair in context.verdicts for pair in itertools.permutations(order, 2)):
         # Cells that cannot be compared, for example of ranks that shared a GPU, are not sorted by speed either.
         order.sort(key=lambda cell: describe(cells[cell][THROUGHPUT].axes, ()))
-    axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k != "strategy"}
+    everything = [context.placed(cells[cell][THROUGHPUT]) for cell in order]
+    axes = {k: v for k, v in everything[0].items() if k != "strategy" and all(a.get(k) == v for a in everything)}
     rows = tuple(
         Row(
             rank,
