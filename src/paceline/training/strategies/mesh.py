@@ -109,6 +109,7 @@ def layout(options: Mapping[str, Any], world_size: int) -> Layout:
         micro_batches=chosen.micro_batches or None,
         split=tuple(map(int, chosen.layers.split("+"))) if chosen.layers and pipelined else (),
         reshard_after_forward=chosen.reshard_after_forward,
+        reshard_to=chosen.reshard_to,
         sync_every_micro_batch=chosen.sync_every_micro_batch,
     )
 
