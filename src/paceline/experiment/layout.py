@@ -20,6 +20,8 @@ SCHEDULES: Mapping[str, tuple[str, int, bool]] = {
     "zbv": ("ZBVZeroBubble", 2, True),
     "dualpipev": ("DualPipeV", 2, True),
 }
+# Schedules that compute gradients of inputs and of weights apart.
+SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
 
 # Dimensions of a layout in words.
 DIMENSIONS: Mapping[str, str] = {
