@@ -443,7 +443,9 @@ def _print_manifests(runs: list[RunSpec], out: Path) -> int:
 def _state_bytes(spec: RunSpec) -> float | None:
     """Weights, gradients and optimizer state of one process, by arithmetic; None if unknown or nothing is trained."""
     from paceline.experiment.choices import Choice
-    from paceline.models import adapters, arithmetic
+    from paceline.experiment.layout import declared_layout
+    from paceline.experiment.plugins import load
+    from paceline.models import adapters, arithmetic, parallel
 
     if not spec.is_trained or spec.script is not None:
         return None
@@ -451,6 +453,10 @@ def _state_bytes(spec: RunSpec) -> float | None:
     compute, strategy = spec.training.precision.base, spec.strategy or Choice("single")
     if tuning:
         return adapters.state_bytes(shape, tuning, strategy, ranks, compute)
+    plugin = load("strategies", strategy.name)
+    if (layout := declared_layout(spec)) is not None and plugin.check(spec) is None:
+        offloads = hasattr(plugin, "offloads") and plugin.offloads(strategy.options)
+        return None if offloads else parallel.state_bytes(shape, layout, compute)
     return arithmetic.state_bytes(strategy, arithmetic.parameters(shape), ranks, compute)
 
 

@@ -37,7 +37,9 @@ def table(
     named = [name for name in distinguishing_axes(axes) if len({repr(each.get(name)) for each in axes}) > 1]
 
     references = [runs[0] for runs in cells if _is_reference(runs[0])]
-    lengths, models = ({get(s) for s in references} for get in (_length, lambda s: s.model_text))
+    lengths, models, precisions = (
+        {get(s) for s in references} for get in (_length, lambda s: s.model_text, _precision)
+    )
 
     def name(runs: Sequence[RunSpec]) -> str:
         spec = runs[0]
@@ -45,7 +47,8 @@ def table(
             return describe(spec.axes(), named or ("model", "world_size"))
         model = f", {spec.model_text}" if len(models) > 1 else ""
         length = f", sequence length {_length(spec)}" if len(lengths) > 1 else ""
-        return f"reference{model}{length}, global batch {spec.global_batch}"
+        precision = f", {_precision(spec)}" if len(precisions) > 1 else ""
+        return f"reference{model}{precision}{length}, global batch {spec.global_batch}"
 
     def state(runs: Sequence[RunSpec]) -> Cell:
         states = [state_of(spec) for spec in runs]
@@ -92,6 +95,10 @@ def table(
 
 def _length(spec: RunSpec) -> int:
     return spec.training.sequence_length
+
+
+def _precision(spec: RunSpec) -> str:
+    return spec.training.precision.compute
 
 
 def _is_reference(spec: RunSpec) -> bool:

@@ -20,6 +20,8 @@ SCHEDULES: Mapping[str, tuple[str, int, bool]] = {
     "zbv": ("ZBVZeroBubble", 2, True),
     "dualpipev": ("DualPipeV", 2, True),
 }
+# Schedules that compute gradients of inputs and of weights apart.
+SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
 
 # Dimensions of a layout in words.
 DIMENSIONS: Mapping[str, str] = {
@@ -59,6 +61,7 @@ class Layout:
     micro_batches: int | None = None
     split: tuple[int, ...] = ()
     reshard_after_forward: bool = True
+    reshard_to: int = 0
     sync_every_micro_batch: bool = False
 
     @property
@@ -197,7 +200,8 @@ class Layout:
         ends = ["embedding"] * self.has_first(rank) + ["head"] * self.has_last(rank)
         parts = [f"replica {at['dp']}"]
         if self.pp > 1:
-            parts.append(f"layers {held}" + "".join(f" + {end}" for end in ends))
+            word = "layers" if sum(map(len, ranges)) > 1 else "layer"
+            parts.append(f"{word} {held}" + "".join(f" + {end}" for end in ends))
         if self.tp > 1:
             parts.append(f"part {at['tp'] + 1} of {self.tp} of every layer")
         if self.cp > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from paceline.experiment.choices import Choice
 from paceline.experiment.layout import Layout
 from paceline.experiment.spec import Training
 from paceline.models import arithmetic
@@ -59,6 +60,19 @@ def held(shape: Shape, layout: Layout, rank: int) -> Held:
         routers=layers * router,
         experts=layers * experts // layout.ep // tp if layout.ep > 1 else 0,
     )
+
+
+def state_bytes(shape: Shape, layout: Layout, compute: str) -> float:
+    """Weights, gradients and Adam's state of the rank that keeps most, as `arithmetic.state_bytes` counts them.
+
+    >>> from paceline.models.arithmetic import load, parameters
+    >>> tiny = load(Choice("tiny-llama"))
+    >>> state_bytes(tiny, Layout(dp=4, shard=4), "fp32") == 16 * parameters(tiny) / 4
+    True
+    """
+    whole = arithmetic.state_bytes(Choice("ddp"), 1, 1, compute) or 0.0
+    ranks = [held(shape, layout, rank) for rank in range(layout.world_size)]
+    return whole * max((own.root + own.blocks) / layout.shard + own.experts / layout.expert_shard for own in ranks)
 
 
 def optimised(shape: Shape, layout: Layout) -> int:
@@ -126,7 +140,8 @@ FORMULAS: Mapping[str, str] = {
     "pp": "A / tp (with sequence parallelism) to the next stage and back",
     "cp": "ring: L * K,V * (4(n-1)b + 2n*4); ulysses: (n-1)/n * L * (4H + 4K)d * b per token",
     "ep": "4(n-1)/n * L * A * k with k experts per token, if all ranks get as many tokens",
-    "shard": "(n-1)/n * E * (G * b * (2 for blocks, 1 for the rest) + r)",
+    "shard": "(n-1)/n * E * (G * b * (2 for blocks, 1 for the rest) + r); with reshard_to, "
+    "that is the n of a block's second gather",
     "replicate": "2(n-1)/n * E / shard * r",
 }
 
@@ -191,12 +206,19 @@ def _expert_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -
 
 def _shard_bytes(layout: Layout, training: Training, own: Held) -> float:
     b, r = DTYPE_BYTES[training.precision.base], DTYPE_BYTES[training.precision.reduce]
-    share, reshards = (layout.shard - 1) / layout.shard, layout.reshard_after_forward and layout.pp == 1
+    reshards = layout.reshard_after_forward and layout.pp == 1
     gathers = training.accumulation if layout.pp == 1 else 1
     reductions = training.accumulation if layout.sync_every_micro_batch else 1
-    times, parts = 2 if reshards else 1, layout.expert_shard
-    dense = gathers * b * (own.root + own.blocks * times) + reductions * r * (own.root + own.blocks)
-    return share * dense + (parts - 1) / parts * own.experts * (gathers * b * times + reductions * r)
+    dense, again = own.root + own.blocks, layout.reshard_to or (layout.shard if reshards else 1)
+    # Blocks are gathered again for the backward pass, from as many ranks as they were resharded to.
+    moved = _share(layout.shard) * dense * (gathers * b + reductions * r) + _share(again) * own.blocks * gathers * b
+    times = 2 if reshards else 1
+    return moved + _share(layout.expert_shard) * own.experts * (gathers * b * times + reductions * r)
+
+
+def _share(ranks: int) -> float:
+    """The part of a whole that other ranks have."""
+    return (ranks - 1) / ranks
 
 
 def _replicate_bytes(layout: Layout, training: Training, own: Held) -> float:

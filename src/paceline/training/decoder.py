@@ -100,9 +100,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
-        # Sequence parallelism gathers the tokens in `project`, so there are more here than in x.
-        mixed = self.attend(q, k, v).transpose(1, 2)
-        return self.output(mixed.reshape(*mixed.shape[:2], self.heads * self.head_dim))  # type: ignore[no-any-return]
+        mixed = self.attend(q, k, v)
+        # With sequence parallelism x is a part of the sequence, and q, k and v have all of it.
+        return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

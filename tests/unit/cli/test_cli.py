@@ -583,8 +583,8 @@ def test_a_layout_is_drawn_below_all_strategies_that_have_it(make_spec: Callable
         "  rank 0  replica 0  part 1 of 2 of every layer",
         "  rank 1  replica 0  part 2 of 2 of every layer",
         "mesh:pp=2,micro_batches=2; mesh:pp=2,layers=1+1",
-        "  rank 0  replica 0  layers 0 + embedding",
-        "  rank 1  replica 0  layers 1 + head",
+        "  rank 0  replica 0  layer 0 + embedding",
+        "  rank 1  replica 0  layer 1 + head",
     ]
     whole = experiments.pictures([make_spec("mesh:shard=2", 4), make_spec("mesh:shard=4", 4)])
     assert len(whole) == 2 * (1 + 4)

@@ -37,12 +37,14 @@ def test_a_setting_has_one_spelling(given: Any, stored: Any, meant: Any) -> None
         ("fsdp2", "cpu", "max-autotune-no-cudagraphs:scope=block", None),
         ("mesh:dp=2", "cuda", "default:scope=model", "compiled block by block"),
         ("mesh:tp=2", "cuda", "default:scope=block", "compiled stage by stage"),
+        ("mesh:pp=2,schedule=interleaved-1f1b", "cpu", "default", None),
+        ("mesh:pp=2,schedule=zbv", "cuda", "default", "splits the backward pass"),
         ("compressed:method=fp16", "cuda", "reduce-overhead", "fp16 moves them"),
     ],
 )
 def test_what_a_strategy_cannot_compile_has_a_reason(
     make_spec: Any, strategy: str, device: str, value: str, reason: str | None
 ) -> None:
-    spec = make_spec(strategy, 2, device=device, compile=value)
+    spec = make_spec(strategy, 2, device=device, compile=value, model="tiny:layers=4")
     found = load("strategies", spec.strategy.name).check(spec)
     assert found is None if reason is None else reason in str(found)

@@ -542,9 +542,10 @@ def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str, gol
 
 def test_memory_is_that_of_fine_tuning_if_a_field_of_it_is_set() -> None:
     """`paceline plan memory --set method=qlora`, for the probes of the frontier too."""
-    llama = ["device=cpu", "model=tiny-llama"]
-    assert {spec.tuning for spec in expansion.load("memory", llama)} == {None}
-    tuned = expansion.load("memory", [*llama, "method=qlora", "rank=8"])
+    here = ["device=cpu"]
+    assert {spec.tuning for spec in expansion.load("memory", here)} == {None}
+    tuned = expansion.load("memory", [*here, "method=qlora", "rank=8"])
+    assert {plugins.load("workloads", spec.workload.name).check(spec) for spec in tuned} == {None}
     assert {spec.workload.name for spec in tuned} == {"memory", "frontier"}
     assert {(spec.tuning.method, spec.tuning.rank) for spec in tuned if spec.tuning} == {("qlora", 8)}
     assert all(spec.tuning for spec in tuned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.experiment.choices import Choice
@@ -61,6 +63,28 @@ def test_what_a_rank_holds_and_sends_of_experts() -> None:
     dense = 3 / 4 * 4 * (own.root + 2 * own.blocks + own.root + own.blocks)
     assert sent["shard"] == dense + 1 / 2 * 4 * 3 * own.experts, "experts over the two ranks that have them"
     assert parallel.reduced(MOE, Layout(dp=2, ep=2), 0) == own.total - own.experts, "one copy of each expert"
+
+
+def test_blocks_are_gathered_again_from_as_many_ranks_as_they_were_resharded_to() -> None:
+    """FSDP2 gathers a block from all four ranks for the forward pass, and from all, two or none for the backward."""
+    training = Training(
+        sequence_length=8, micro_batch=1, accumulation=2, precision=Precision(compute="fp32", reduce="fp32")
+    )
+    own = parallel.held(LLAMA, Layout(dp=4, shard=4), 0)
+    once = 3 / 4 * 4 * (2 + 1) * (own.root + own.blocks)
+    for layout, again in ((Layout(), 3 / 4), (Layout(reshard_to=2), 1 / 2), (Layout(reshard_to=1), 0.0)):
+        sent = parallel.sent_bytes(LLAMA, replace(layout, dp=4, shard=4), training, 0) or {}
+        assert sent["shard"] == once + again * 2 * 4 * own.blocks
+
+
+def test_state_of_the_rank_that_keeps_most() -> None:
+    """A pipeline's ends have embedding or head; experts are split by ep, and then by what sharding adds to it."""
+    ends = [parallel.held(LLAMA, Layout(pp=2), rank).total for rank in (0, 1)]
+    assert parallel.state_bytes(LLAMA, Layout(pp=2), "bf16") == 16 * max(ends)
+    assert ends[1] - ends[0] == LLAMA.hidden, "the norm before the head"
+    dense, experts = arithmetic.parameters(MOE) - 2 * 4 * 3 * 64 * 64, 2 * 4 * 3 * 64 * 64
+    assert parallel.state_bytes(MOE, Layout(dp=4, ep=2), "fp32") == 16 * (dense + experts / 2)
+    assert parallel.state_bytes(MOE, Layout(dp=4, ep=2, shard=4), "fp32") == 16 * (dense + experts) / 4
 
 
 def test_tensor_parallel_ranks_have_the_whole_router() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from collections.abc import Mapping
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from paceline import report as present
 from paceline import wording
 from paceline.analysis.findings import Report
+from paceline.errors import Scalar
 from paceline.report import summary, terminal
 from paceline.report.tables import table as tables
 from paceline.report.tables.table import Cell, Column, Table, numeric
@@ -93,6 +95,28 @@ def test_equal_cells_share_a_rank(report: Report) -> None:
         ("4", "zero:stage=2"),
     ]
     assert [row.rank for row in single.rows] == [None]
+
+
+def test_layouts_that_accumulate_more_for_the_same_batch_are_ranked_with_the_others(report: Report) -> None:
+    """A strategy that splits the model over both processes has one replica, which takes all eight micro batches."""
+
+    def split(axes: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        is_split = axes["strategy"] == "zero:stage=2" and axes["world_size"] == 2
+        return {**axes, "strategy": "mesh:tp=2", "accumulation": 8} if is_split else dict(axes)
+
+    measurements = tuple(dataclasses.replace(m, axes=split(m.axes)) for m in report.measurements)
+    runs = tuple(dataclasses.replace(r, axes=split(r.axes)) for r in report.runs)
+    before, layouts = cells.groups(report)[0], dataclasses.replace(report, measurements=measurements, runs=runs)
+    group = cells.groups(layouts)[0]
+    assert [row.rank for row in group.rows] == [row.rank for row in before.rows]
+    assert "mesh:tp=2" in [row.label for row in group.rows]
+    assert (group.title, group.axes.get("accumulation")) == (before.title, None)
+    assert "accumulation" not in cells.varying_axes(layouts), "it follows from the strategy"
+    other = tuple(
+        dataclasses.replace(m, axes={**m.axes, "global_batch": 32}) if "tp" in str(m.axes) else m for m in measurements
+    )
+    apart = cells.groups(dataclasses.replace(layouts, measurements=other))
+    assert len(apart) == len(cells.groups(report)) + 1, "another global batch is other work"
 
 
 def test_without_comparisons_nothing_is_ranked(report: Report) -> None:

@@ -58,6 +58,9 @@ def distinguishing_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...
     # What every name begins with is not named again.
     first = "strategy" if any(axes.get("strategy") for axes in cells) else "script"
     named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", first, "global_batch"})]
+    if len({(axes.get("strategy"), axes.get("accumulation")) for axes in cells}) == len(seen.get("strategy", ())):
+        # A layout has fewer replicas, which accumulate more: this follows from the strategy.
+        named = [name for name in named if name != "accumulation"]
     distinct = len({describe(axes, named) for axes in cells})
     for name in _SELDOM_NAMED:
         rest = [other for other in named if other != name]

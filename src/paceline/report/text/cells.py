@@ -27,7 +27,10 @@ from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, di
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
-STRATEGY, SCRIPT = "strategy", "script"
+STRATEGY, SCRIPT, ACCUMULATION = "strategy", "script", "accumulation"
+# In which cells of a table may differ: a strategy that splits the model has fewer replicas, which accumulate more for
+# the same global batch.
+LAYOUT = (STRATEGY, ACCUMULATION)
 WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
 SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
@@ -88,14 +91,15 @@ class Unranked:
 @once
 def groups(report: Report) -> tuple[Group, ...]:
     """All comparison groups with a ranked cell, the largest first, then by world size."""
-    by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    by_axes: dict[tuple[Sequence[str], tuple[tuple[str, str], ...]], list[str]] = {}
     cells, context = ranked_cells(report), _Context.of(report)
-    free = _compared_axes(context, cells)
+    of_scripts = _script_axes(context, cells)
     for cell, metrics in cells.items():
         axes = context.placed(metrics[THROUGHPUT])
+        free = of_scripts if axes.get(SCRIPT) else LAYOUT
         key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name not in free))
-        by_axes.setdefault(key, []).append(cell)
-    found = [_group(context, {cell: cells[cell] for cell in members}, free) for members in by_axes.values()]
+        by_axes.setdefault((free, key), []).append(cell)
+    found = [_group(context, {cell: cells[cell] for cell in own}, free) for (free, _), own in by_axes.items()]
     for outcome in report.effects:
         alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in outcome.names]
         if len(alone) > 1:
@@ -216,14 +220,14 @@ def _placed(axes: Mapping[str, Scalar], device_name: str | None) -> dict[str, Sc
     return {**axes, DEVICE: device_name} if device_name else dict(axes)
 
 
-def _compared_axes(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> tuple[str, ...]:
-    """The axis in which the cells of a table differ: the strategy, or the parameter of a foreign script in which most
-    of its values were compared; that with the title of the script, which may name the parameter."""
+def _script_axes(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> tuple[str, ...]:
+    """The axis in which foreign scripts of a table differ: the strategy, or the parameter of which most values were
+    compared; that with the title of the script, which may name the parameter."""
     values: dict[str, set[str]] = {}
     for pair in context.verdicts:
         a, b = (context.placed(cells[cell][THROUGHPUT]) if cell in cells else {} for cell in pair)
         if not (a.get(SCRIPT) and b.get(SCRIPT)):
-            return (STRATEGY,)
+            continue
         differing = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)} - {SCRIPT}
         if len(differing) == 1:
             name = differing.pop()
@@ -239,7 +243,9 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
     if not any(pair in context.verdicts for pair in itertools.permutations(order, 2)):
         # Cells that cannot be compared, for example of ranks that shared a GPU, are not sorted by speed either.
         order.sort(key=lambda cell: describe(cells[cell][THROUGHPUT].axes, ()))
-    axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k not in free}
+    everything = [context.placed(cells[cell][THROUGHPUT]) for cell in order]
+    common = {k: v for k, v in everything[0].items() if all(axes.get(k) == v for axes in everything)}
+    axes = {k: v for k, v in common.items() if k not in free or k == ACCUMULATION}
 
     def label(cell: str) -> str:
         own = cells[cell][THROUGHPUT].axes

@@ -10,7 +10,7 @@ from paceline.contract import Seat, Trainer
 from paceline.errors import require
 from paceline.experiment import compilation
 from paceline.experiment.choices import Choice
-from paceline.experiment.layout import SCHEDULES, Layout
+from paceline.experiment.layout import SCHEDULES, SPLIT_BACKWARD, Layout
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
@@ -109,6 +109,7 @@ def layout(options: Mapping[str, Any], world_size: int) -> Layout:
         micro_batches=chosen.micro_batches or None,
         split=tuple(map(int, chosen.layers.split("+"))) if chosen.layers and pipelined else (),
         reshard_after_forward=chosen.reshard_after_forward,
+        reshard_to=chosen.reshard_to,
         sync_every_micro_batch=chosen.sync_every_micro_batch,
     )
 
@@ -141,7 +142,7 @@ def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
         return (
             "async_tp is a pass of torch.compile over sequence parallel layers: it needs tp > 1, sequence and compile"
         )
-    if spec.training.compile and chosen.pp > 1 and SCHEDULES[chosen.schedule][1] > 1:
+    if spec.training.compile and chosen.pp > 1 and chosen.schedule in SPLIT_BACKWARD:
         return f"the schedule {chosen.schedule} splits the backward pass, which torch.compile does not support"
     wanted = spec.training.compilation
     if wanted is not None and wanted.scope == ("block" if chosen.tp > 1 else "model"):

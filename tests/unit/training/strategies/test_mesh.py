@@ -22,17 +22,14 @@ pytestmark = pytest.mark.slow
 MODEL = "tiny:layers=4,hidden=32,heads=2,vocab=63"
 # Schedules by how stages lie on ranks: one each, several in turn, and there and back. Mechanisms of FSDP2.
 FEW = (
+    "mesh:tp=2",
     "mesh:pp=2,schedule=gpipe,micro_batches=2",
     "mesh:pp=2,schedule=interleaved-1f1b",
     "mesh:pp=2,schedule=zbv",
     "mesh:shard=2,offload=true",
     "mesh:shard=2,reshard_after_forward=false,sync_every_micro_batch=true",
 )
-MORE = (
-    *(f"mesh:pp=2,schedule={name}" for name in ("gpipe", "looped-bfs", "interleaved-zero-bubble", "dualpipev")),
-    # tests/end_to_end/test_layouts.py certifies it beside shards.
-    "mesh:tp=2",
-)
+MORE = tuple(f"mesh:pp=2,schedule={name}" for name in ("gpipe", "looped-bfs", "interleaved-zero-bubble", "dualpipev"))
 TWO_RANKS = (*FEW, *MORE) if EXHAUSTIVE else FEW
 
 

@@ -33,7 +33,17 @@ def apply(
             others = {**common, "mesh": ranks_of(experts, layout)}
             fully_shard(mixture.experts, reshard_after_forward=not keeps, **others)
         fully_shard(block, reshard_after_forward=reshard, **common)
+        if 1 < reshard_to < layout.shard:
+            _name_smaller_group(block)
     fully_shard(stage, reshard_after_forward=False, **common)
+
+
+def _name_smaller_group(block: Any) -> None:
+    """Count what FSDP2 gathers again for the backward pass as sharding: torch names that group after no dimension."""
+    state = block._get_fsdp_state()
+    # Before torch 2.12 a block had one group of parameters.
+    for parameters in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        parameters.post_forward_mesh_info.shard_process_group._set_group_desc("mesh_shard")
 
 
 def ranks_of(experts: Any, layout: Layout) -> Any:
