@@ -485,12 +485,14 @@ def execute(
     """Launch a run, and launch it again while its trust light is red and repeats are left.
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
-    attempts/ of its directory. obstacles notes a run that failed for a reason that would repeat.
+    attempts/ of its directory. A launch that was restarted is not repeated: another one would not measure what its
+    restarts cost. obstacles notes a run that failed for a reason that would repeat.
     """
     repeats = repeats or RedRepeats(red_repeats())
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most
     status, error, light = launch_once(spec, out, observer, reference, obstacles)
-    repeated = 0
+    restarted, repeated = attempts.restarts(run_dir) > 0, 0
+    most = 0 if restarted else most
     while light is not None and light.is_worth_repeating and repeated < most:
         repeated += 1
         notify(f"{light.line(f' during {spec.run_id}')} Launching it again (repeat {repeated} of {most}).")
@@ -512,7 +514,7 @@ def execute(
             # The same advice after every amber run would be noise.
             notify(f"{light.line(f' during {spec.run_id}', with_fix=light.level == trust.RED)}{why}")
         repeats.reported = bool(why)
-        repeats.lasts = still and repeats.most > 0
+        repeats.lasts = still and repeats.most > 0 and (repeats.lasts or not restarted)
     return status, error
 
 

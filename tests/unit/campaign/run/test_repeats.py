@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.training.trust import finding
-from paceline.campaign.run import controller
+from paceline.campaign.run import controller, supervision
 from paceline.contract import Job, JobState
 from paceline.errors import RequestError
 from paceline.experiment import plugins
@@ -39,11 +39,11 @@ class Watcher:
 
 
 class Weather:
-    """A launcher whose n-th job runs beside so many busy cores of 2 for 10 s; a text is its error, an exception is
-    raised instead."""
+    """A launcher whose n-th job runs beside so many busy cores of 2 for 10 s; a text is its error, a status its end, an
+    exception is raised instead."""
 
     def __init__(self, make_outcome: Make, make_evidence: Make) -> None:
-        self.script: list[float | str | BaseException] = []
+        self.script: list[float | str | Status | BaseException] = []
         self.submitted = 0
         self.outcome, self.evidence = make_outcome, make_evidence
 
@@ -58,6 +58,9 @@ class Weather:
         self.submitted += 1
         if isinstance(found, BaseException):
             raise found
+        if isinstance(found, Status):
+            store.write_outcome(run_dir, self.outcome(0, found, "the node was taken"))
+            return {}
         if isinstance(found, str):
             store.write_outcome(run_dir, self.outcome(0, Status.FAILED, found))
             return {}
@@ -144,6 +147,24 @@ def test_a_red_launch_is_repeated_at_most_twice(
     assert len(messages) == repeated + (level != "green")
     (line,) = [line for line in record_lines(record, None, light) if line.startswith("  trust: ")]
     assert ("after" in line) is bool(repeated)
+
+
+def test_a_restarted_launch_is_not_repeated_because_its_restart_is_a_result(
+    tmp_path: Path, spec: RunSpec, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
+    weather.script = [Status.PREEMPTED, BUSY, BUSY, CALM, AssertionError("one launch too many")]
+    repeats, messages = controller.RedRepeats(2), []  # type: ignore[var-annotated]
+    restarted = replace(spec, max_restarts=1)
+    assert controller.execute(restarted, tmp_path, Watcher(), None, messages.append, repeats) == (Status.OK, None)
+    record = store.read_run(tmp_path / spec.experiment / restarted.run_id)
+    assert (len(record.attempts), record.repeated, weather.submitted) == (2, 0, 2)
+    assert len(messages) == 1
+    assert "Launching it again" not in messages[0]
+    # The next run was not red before, so it has its repeats.
+    other = replace(spec, seed=spec.seed + 1)
+    controller.execute(other, tmp_path, Watcher(), None, messages.append, repeats)
+    assert store.read_run(tmp_path / spec.experiment / other.run_id).repeated == 1
 
 
 def test_the_messages_name_the_run_and_the_reason(tmp_path: Path, spec: RunSpec, weather: Weather) -> None:
