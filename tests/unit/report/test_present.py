@@ -117,6 +117,8 @@ def test_layouts_that_accumulate_more_for_the_same_batch_are_ranked_with_the_oth
     )
     apart = cells.groups(dataclasses.replace(layouts, measurements=other))
     assert len(apart) == len(cells.groups(report)) + 1, "another global batch is other work"
+    assert f"{before.title}, global batch 32" in [group.title for group in apart]
+    assert len({group.title for group in apart}) == len(apart)
 
 
 def test_without_comparisons_nothing_is_ranked(report: Report) -> None:

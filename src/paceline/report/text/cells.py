@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, di
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
-STRATEGY, SCRIPT, ACCUMULATION = "strategy", "script", "accumulation"
+STRATEGY, SCRIPT, ACCUMULATION, BATCH = "strategy", "script", "accumulation", "global_batch"
 # In which cells of a table may differ: a strategy that splits the model has fewer replicas, which accumulate more for
 # the same global batch.
 LAYOUT = (STRATEGY, ACCUMULATION)
@@ -99,7 +100,9 @@ def groups(report: Report) -> tuple[Group, ...]:
         free = of_scripts if axes.get(SCRIPT) else LAYOUT
         key = tuple(sorted((name, repr(value)) for name, value in axes.items() if name not in free))
         by_axes.setdefault((free, key), []).append(cell)
-    found = [_group(context, {cell: cells[cell] for cell in own}, free) for (free, _), own in by_axes.items()]
+    found = _told_apart(
+        [_group(context, {cell: cells[cell] for cell in own}, free) for (free, _), own in by_axes.items()]
+    )
     for outcome in report.effects:
         alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in outcome.names]
         if len(alone) > 1:
@@ -116,6 +119,17 @@ def groups(report: Report) -> tuple[Group, ...]:
         return -len(group.rows), size if isinstance(size, int) else 0, group.title
 
     return tuple(sorted(found, key=order))
+
+
+def _told_apart(found: list[Group]) -> list[Group]:
+    """With the global batch in equal titles: it follows from the axes of a cell, but not from those of a table."""
+    titles = Counter(group.title for group in found)
+    return [
+        dataclasses.replace(group, title=f"{group.title}, {axis_text(BATCH, group.axes)}")
+        if titles[group.title] > 1 and group.axes.get(BATCH)
+        else group
+        for group in found
+    ]
 
 
 @once
