@@ -28,6 +28,9 @@ from paceline.serving.replica.fused import FusedStep, is_fusible, split_attentio
 from paceline.serving.replica.plans import Plan
 
 WARM_STEPS = 3
+# Prompts of the trial of our kernels, in tokens; and the largest difference of scores, as a share of their norm.
+# Rounding to 16 bit makes 0.06 after 32 layers; scores of a wrong position or head differ by about 1.
+TRIAL_PROMPTS, TRIAL_ERROR = (47, 20), 0.25
 # A single prompt up to MOST_REPLAYED tokens is padded to a multiple of PROMPT_MULTIPLE and replayed as a CUDA graph.
 # Launching the kernels of so short a prompt takes the host longer than the device needs for them.
 PROMPT_MULTIPLE, MOST_REPLAYED = 128, 1024
@@ -56,7 +59,9 @@ class Decoding:
         shared = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
         group = model.config.num_attention_heads // shared
         self.current.split = split_attention(self.dtype, self.device, slots, heads, group, width, length)
-        self._flash = self.current.split is None and has_flash(self.dtype, self.device, width)
+        self._has_flash = has_flash(self.dtype, self.device, width)
+        # Why our kernels are not used where they could be.
+        self.refusal: str | None = None
         self._fused: FusedStep | None = None
         self._graphs: dict[int, Callable[[], None]] = {}
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
@@ -81,7 +86,7 @@ class Decoding:
         """The attention of a step: our kernel, FlashAttention's for decoding, or torch's choice among its kernels."""
         if self.current.split is not None:
             return "split"
-        return "flash" if self._flash else "sdpa"
+        return "flash" if self._has_flash else "sdpa"
 
     @property
     def is_fused(self) -> bool:
@@ -151,30 +156,61 @@ class Decoding:
         if self._fused is not None:
             self._fused.advance()
             return
+        self.tokens.copy_(self._scores(reach).argmax(dim=-1, keepdim=True))
+        # The position of a free slot advances too; it must stay within its row.
+        self.positions.add_(1).clamp_(max=self.length - 1)
+
+    def _scores(self, reach: int) -> Tensor:
+        """Of every token of the vocabulary, for every slot, by the model's own layers."""
         current = self.current
         current.reach = reach
         # Computed once a step, for all layers.
         if current.split is not None:
             pass
-        elif self._flash:
+        elif self._has_flash:
             current.used = (self.positions + 1).int()
         else:
             # Added to the scores: with a mask of booleans, every layer would convert it to numbers.
             hidden = self._columns[:reach] > self.positions[:, None]
             current.mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
-        logits = self.model(input_ids=self.tokens, position_ids=self.positions[:, None], use_cache=False).logits
-        self.tokens.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
-        # The position of a free slot advances too; it must stay within its row.
-        self.positions.add_(1).clamp_(max=self.length - 1)
+        logits: Tensor = self.model(input_ids=self.tokens, position_ids=self.positions[:, None], use_cache=False).logits
+        return logits[:, -1]
 
     # --- before the first request ---
 
     def fuse(self, plan: Plan | None = None) -> bool:
-        """Compute steps with few kernels of our own, if the model and the device allow it; prompts are not affected."""
+        """Compute steps with few kernels of our own, if the model and the device allow it and the kernels pass a trial;
+        prompts are not affected. `refusal` says why they did not pass: then our attention is not used either."""
         if not is_fusible(self.model):
             return False
-        self._fused = FusedStep(self.model, self.tokens, self.positions, self.length, plan)
-        return True
+        step = FusedStep(self.model, self.tokens, self.positions, self.length, plan)
+        self.refusal = self._trial(step)
+        if self.refusal is None:
+            self._fused = step
+        else:
+            self.current.split = None
+        return self.is_fused
+
+    @torch.inference_mode()
+    def _trial(self, step: FusedStep) -> str | None:
+        """Why the scores of this step after two prompts are not those of the model's own layers with kernels of torch;
+        None if they are, but for rounding."""
+        vocabulary, split = self.model.config.vocab_size, self.current.split
+        lengths = [min(length, self.length // 2) for length in TRIAL_PROMPTS[: len(self.positions)]]
+        rows = [*range(len(lengths))]
+        self.read(rows, [[(7 * place + 3) % vocabulary for place in range(length)] for length in lengths])
+        try:
+            self.current.split = None
+            expected = self._scores(self.length)[rows].float()
+            self.current.split = split
+            error = float((step.scores()[rows].float() - expected).norm() / expected.norm())
+        except step.kernels.ERRORS as problem:
+            return f"{type(problem).__name__}: {problem}"[:200]
+        finally:
+            self.current.split, self.current.used, self.current.mask = split, None, None
+            self.positions.zero_()
+            self.tokens.zero_()
+        return None if error < TRIAL_ERROR else f"their scores differ by {error:.2g} of the norm"
 
     def compile_layers(self) -> None:
         """Compile each layer by itself: all have the same code, so one compilation per reach serves the whole model."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from paceline.serving.replica import triton_kernels
 from paceline.serving.replica.plans import CONTEXT_MULTIPLE, Division, Tile
 
+# What a kernel raises that a device cannot compile or run.
+ERRORS = (RuntimeError, TritonError)
 LOG2_E = 1.4426950408889634
 # Rows that tensor cores multiply at least.
 LEAST_ROWS = 16

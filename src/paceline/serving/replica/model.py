@@ -51,6 +51,8 @@ def run(settings: Settings, rank: int, channel: Channel | None, meeting: Meeting
             width=settings.shape.head_dim,
         )
         if settings.compiled and not decoding.fuse():
+            if decoding.refusal:
+                sys.stderr.write(f"Our decoding kernels are not used: {decoding.refusal}\n")
             decoding.compile_layers()
         decoding.warm_up(settings.graph)
     if channel is not None:
@@ -98,6 +100,7 @@ def facts(settings: Settings, decoding: Decoding) -> dict[str, Any]:
         "kv_cache": "static",
         "prefix_caching": False,
         "compiled": "none" if not settings.compiled else "fused" if decoding.is_fused else "layers",
+        **({"fused": f"refused: {decoding.refusal}"} if decoding.refusal else {}),
         "cuda_graph": settings.graph,
         "weights": "pretrained" if settings.is_directory else "random",
         **({"nodes": settings.nodes} if settings.nodes > 1 else {}),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,42 @@ def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
     decoding = over_slots(settings, model)
     assert answers(decoding, [0], PROMPTS[:1], 8) == expected[:1]
     assert answers(decoding, [2, 0, 3, 1], PROMPTS, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [(None, None), ("head", "their scores differ by"), ("raises", "RuntimeError: out of resource: shared memory")],
+)
+def test_kernels_are_used_only_if_they_pass_a_trial(
+    wrong: str | None, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that round differently pass; those with another head, or that this device cannot run, are refused, and
+    the layers answer as if they had never been tried."""
+    model = sharpened(weights.open_model(LLAMA, 0, CPU))
+    expected = [plain(model, prompt, 8) for prompt in PROMPTS]
+
+    class Step:
+        def __init__(self, model: Any, tokens: Any, positions: Any, length: int, plan: Any) -> None:
+            self.decoding, self.tokens, self.positions = over, tokens, positions
+            self.kernels = SimpleNamespace(ERRORS=(RuntimeError,))
+
+        def scores(self) -> torch.Tensor:
+            if wrong == "raises":
+                raise RuntimeError("out of resource: shared memory")
+            assert self.positions.tolist() == [32, 20, 0, 0]
+            found = self.decoding._scores(64)
+            return found.roll(1, dims=1) if wrong == "head" else found * (1 + 0.05 * torch.rand_like(found))
+
+        def advance(self) -> None:
+            self.tokens.copy_(self.decoding._scores(64).argmax(dim=-1, keepdim=True))
+            self.positions.add_(1)
+
+    over = over_slots(LLAMA, model)
+    monkeypatch.setattr(decoding_module, "is_fusible", lambda model: True)
+    monkeypatch.setattr(decoding_module, "FusedStep", Step)
+    assert over.fuse() is over.is_fused is (refusal is None)
+    assert (over.refusal or "").startswith(refusal or "")
+    assert answers(over, [2, 0, 3, 1], PROMPTS, 8) == expected
 
 
 def test_a_place_is_taken_while_others_go_on() -> None:
