@@ -24,7 +24,7 @@ def train(work: Work) -> None:
     model = build_model(work)
     accelerator = Accelerator(
         gradient_accumulation_steps=work.accumulation,
-        # Told that this is a CPU, Accelerate drops its DeepSpeed plugin; without a backend it divides no data there.
+        # With cpu=True Accelerate ignores its DeepSpeed plugin. Without a backend it gives every rank the same data.
         cpu=work.device == "cpu" and "deepspeed_plugin" not in plugins,
         kwargs_handlers=[InitProcessGroupKwargs(backend=work.backend)] if work.ranks > 1 else [],
         mixed_precision="bf16" if work.is_bf16 else "no",
