@@ -169,6 +169,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = _norm(shape)
         self.head = None if shape.tied else Linear(shape.hidden, shape.vocab, bias=False)
+        self.head_parts = 1
         self.run_block = block_runner(checkpointing)
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
@@ -183,8 +184,13 @@ class Decoder(nn.Module):
         balance = torch.zeros((), device=x.device) if self.shape.experts else None
         x, balance = run_blocks(self.blocks, self.run_block, x, turn, balance)
         head = table if self.head is None else self.head.weight.to(self.dtype)
-        loss = self._loss(F.linear(self.norm(x), *_head(head)), labels, normaliser)
+        loss = self._loss(self._logits(self.norm(x), head), labels, normaliser)
         return loss if balance is None else loss + balance_loss(self.shape, balance)
+
+    def _logits(self, x: Tensor, head: Tensor) -> Tensor:
+        if self.head_parts == 1:
+            return F.linear(x, *_head(head))
+        return torch.cat([F.linear(x, words) for words in head.chunk(self.head_parts)], -1)
 
     def _loss(self, logits: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         flat = logits.flatten(0, 1).float()
@@ -192,9 +198,24 @@ class Decoder(nn.Module):
         return losses / normaliser
 
 
+class Head(Linear):
+    """The output layer as a module, padded like the decoder's unless ranks share its words."""
+
+    pads = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        return F.linear(x, *_head(weight)) if self.pads else F.linear(x, weight)
+
+
 def _head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the output layer, padded on a GPU."""
     return padded_head(weight) if weight.is_cuda else (weight, None)
+
+
+def output_words(vocab: int, device: str) -> int:
+    """The number of logits of a token on this device, padding included."""
+    return _head(torch.empty(vocab, 1, device=device))[0].shape[0]
 
 
 def padded_head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -291,7 +312,12 @@ def rounded(name: str, value: Tensor, compute: str, reseed: int = 0) -> Tensor:
 
 def change_rounding(blocks: nn.Module, reseed: int) -> None:
     """Let every layer inside the blocks round its 16-bit output differently in the last digit, as other kernels do, or
-    ranks that each round their part of a sum. The router of a mixture is left alone: its choices are compared."""
+    ranks that each round their part of a sum. The router of a mixture is left alone: its choices are compared.
+
+    It does not imitate ranks that share the words of the output layer. The gradient of its input is a sum over words
+    whose parts cancel: each part is much larger than the sum, and nearly the same for all tokens. So is the error of
+    its rounding, and the whole model follows it. `Decoder.head_parts` computes it in such parts.
+    """
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         return lambda module, inputs, output: other_rounding(name, output, reseed)

@@ -23,18 +23,29 @@ class Options:
     that has the others, over `least` steps. least: steps to train however long they take; None for all. budget_s: stop
     after this time beyond `least` steps; the certificate of later steps then rests on the other runs of the group.
     rounds_often: a run of the group rounds at more or other points than plain code, so copies also round the outputs of
-    layers differently."""
+    layers differently. shared_words: among how many ranks runs of the group share the output layer, as in 2+4; copies
+    take turns to compute it in so many parts."""
 
     variants: int = 1
     first: int = 0
     least: int | None = None
     budget_s: float = 30.0
     rounds_often: bool = False
+    shared_words: str = ""
 
     def __post_init__(self) -> None:
         require(self.variants >= 1, "reference.variants", self.variants, "a whole number from 1")
         require(0 <= self.first < self.variants, "reference.first", self.first, "a whole number from 0, below variants")
         require(self.budget_s > 0, "reference.budget_s", self.budget_s, "a positive number of seconds")
+        numbers = not self.shared_words or all(part.isdecimal() for part in self.shared_words.split("+"))
+        require(numbers, "reference.shared_words", self.shared_words, "numbers of ranks, such as 2+4")
+
+    def head_parts(self, variant: int) -> int:
+        """In how many parts a variant computes the output layer."""
+        if not (variant and self.shared_words):
+            return 1
+        degrees = self.shared_words.split("+")
+        return int(degrees[(variant - 1) % len(degrees)])
 
 
 def check(spec: RunSpec) -> str | None:
@@ -58,7 +69,8 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     for variant in range(options.first, options.variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device), matrix_products(spec.training.precision):
-            trainer = single.wrap(spec, seat, reseed=variant, rounds_often=options.rounds_often)
+            often, parts = options.rounds_often, options.head_parts(variant)
+            trainer = single.wrap(spec, seat, reseed=variant, rounds_often=often, head_parts=parts)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             if variant > options.first:

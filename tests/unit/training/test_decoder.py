@@ -249,6 +249,21 @@ def test_padding_of_the_head_changes_neither_loss_nor_gradient(dtype: torch.dtyp
     torch.testing.assert_close(*(grad for _, grad in found))
 
 
+def test_a_head_in_parts_rounds_each_part_of_its_inputs_gradient() -> None:
+    torch.manual_seed(0)
+    head, x = torch.randn(100, 16).bfloat16(), torch.randn(2, 8, 16).bfloat16().requires_grad_()
+    model, upstream = built(compute="bf16"), torch.randn(2, 8, 100).bfloat16()
+    whole = model._logits(x, head)
+    model.head_parts = 3
+    assert torch.equal(model._logits(x, head), whole)
+    model._logits(x, head).backward(upstream)
+    # Three parts of consecutive words, the last one smaller; each product and each sum is rounded.
+    parts = [g @ w for g, w in zip(upstream.split(34, -1), head.split(34), strict=True)]
+    orders = [parts[a] + parts[b] + parts[c] for a, b, c in ((0, 1, 2), (2, 1, 0))]
+    assert any(torch.equal(x.grad, total) for total in orders)
+    assert not torch.equal(x.grad, upstream @ head)
+
+
 def test_a_head_that_needs_no_padding_gets_none() -> None:
     weight = torch.randn(128, 4)
     assert decoder.padded_head(weight) == (weight, None)

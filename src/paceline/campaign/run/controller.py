@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.analysis.compare import comparable
 from paceline.analysis.compare.precision import precision_of
@@ -261,8 +262,8 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
             candidates = [reference_of(spec), *filter(None, [references.get(spec.work)])]
             smallest = min(reversed(candidates), key=lambda s: s.training.micro_batch)
             least = max(int(str(s.workload.options["least"])) for s in candidates)
-            often = {"rounds_often": True} if any("rounds_often" in s.workload.options for s in candidates) else {}
-            workload = Choice("reference", {**smallest.workload.options, **often, "least": least})
+            rounding = _more_rounding(candidates)
+            workload = Choice("reference", {**smallest.workload.options, **rounding, "least": least})
             references[spec.work] = replace(smallest, workload=workload, steps=max(s.steps for s in candidates))
     return references
 
@@ -284,8 +285,9 @@ def reference_of(spec: RunSpec) -> RunSpec:
     variants = VARIANTS
     if training.precision.compute == "fp32":
         variants = 2 if spec.steps > FEW_STEPS else 1
-    options = {"variants": variants, "least": min(spec.reference_steps, spec.steps)}
+    options: dict[str, Any] = {"variants": variants, "least": min(spec.reference_steps, spec.steps)}
     options |= {"rounds_often": True} if rounds_often(spec) else {}
+    options |= {"shared_words": str(layout_of(spec).tp)} if shares_words(spec) else {}
     launcher = spec.launcher
     if runs_here(spec):
         # On this host, options that change the arithmetic stay; those that divide the host among ranks do not.
@@ -306,6 +308,19 @@ def reference_of(spec: RunSpec) -> RunSpec:
         # A variable may change the arithmetic, so the reference runs without.
         env={},
     )
+
+
+def _more_rounding(references: Sequence[RunSpec]) -> dict[str, Any]:
+    """What the copies must imitate if one of these references needs it."""
+    options = [reference.workload.options for reference in references]
+    degrees = {int(part) for o in options for part in str(o.get("shared_words", "")).split("+") if part}
+    rounding: dict[str, Any] = {"rounds_often": True} if any("rounds_often" in o for o in options) else {}
+    return rounding | ({"shared_words": "+".join(map(str, sorted(degrees)))} if degrees else {})
+
+
+def shares_words(spec: RunSpec) -> bool:
+    """Whether ranks share the words of the output layer, and round their parts of its input's gradient to 16 bit."""
+    return rounds_often(spec) and layout_of(spec).tp > 1
 
 
 def rounds_often(spec: RunSpec) -> bool:
@@ -486,13 +501,13 @@ def execute(
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
     attempts/ of its directory. A launch that was restarted is not repeated: another one would not measure what its
-    restarts cost. obstacles notes a run that failed for a reason that would repeat.
+    restarts cost. Neither is one whose ranks share a GPU, which says nothing about speed. obstacles notes a run that failed for a reason that would repeat.
     """
     repeats = repeats or RedRepeats(red_repeats())
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most
     status, error, light = launch_once(spec, out, observer, reference, obstacles)
     restarted, repeated = attempts.restarts(run_dir) > 0, 0
-    most = 0 if restarted else most
+    most = 0 if restarted or spec.launcher.options.get("shared_gpu") else most
     while light is not None and light.is_worth_repeating and repeated < most:
         repeated += 1
         notify(f"{light.line(f' during {spec.run_id}')} Launching it again (repeat {repeated} of {most}).")

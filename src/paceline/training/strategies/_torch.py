@@ -39,9 +39,12 @@ INITIAL_LOSS_SCALE = 2.0**16
 Subject: TypeAlias = Decoder | finetuned.Tuned
 
 
-def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0, *, rounds_often: bool = False) -> Subject:
+def whole_subject(
+    spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0, *, rounds_often: bool = False, head_parts: int = 1
+) -> Subject:
     """The whole initialised module on this rank's device: the decoder in `dtype`, or the fine-tuned model, which has
-    its own dtypes (see `decoder.fill` for `reseed`). rounds_often: a reseed changes the outputs of layers, too."""
+    its own dtypes (see `decoder.fill` for `reseed`). rounds_often: a reseed changes the outputs of layers, too.
+    head_parts: the output layer is computed in so many parts of the vocabulary."""
     if spec.tuning is not None:
         return finetuned.build(spec, seat.torch_device, reseed)
     decoder = build_decoder(spec, seat.torch_device)
@@ -53,6 +56,7 @@ def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0, *, rou
     fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.base, copy, reseed)
     if reseed and rounds_often:
         change_rounding(decoder.blocks, reseed)
+    decoder.head_parts = head_parts
     return decoder.to(DTYPES[dtype])
 
 

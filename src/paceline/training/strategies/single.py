@@ -36,11 +36,13 @@ def wire_bytes(traffic: Traffic) -> float:
     return 0.0
 
 
-def wrap(spec: RunSpec, seat: Seat, reseed: int = 0, *, rounds_often: bool = False) -> Trainer:
+def wrap(spec: RunSpec, seat: Seat, reseed: int = 0, *, rounds_often: bool = False, head_parts: int = 1) -> Trainer:
     """For reference runs only: reseed is another rounding of the same initial weights and, with `rounds_often`, of the
-    outputs of layers."""
+    outputs of layers; the output layer is computed in `head_parts`."""
     from paceline.training.strategies._torch import TorchTrainer, compile_subject, whole_subject, whole_weights
 
-    subject = whole_subject(spec, seat, spec.training.precision.reduce, reseed, rounds_often=rounds_often)
+    subject = whole_subject(
+        spec, seat, spec.training.precision.reduce, reseed, rounds_often=rounds_often, head_parts=head_parts
+    )
     compile_subject(subject, spec.training.compilation)
     return TorchTrainer(subject, spec, seat, full_parameters=lambda: whole_weights(subject))

@@ -21,10 +21,12 @@ from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.results import launches, store
 from paceline.results.records import MemorySample, Status
 from paceline.results.store import Progress
+from paceline.workloads.reference import Options
 
 Make = Callable[..., Any]
 ENDED, FAILED = End(JobState(running=False, exit_code=0)), End(JobState(running=False, exit_code=1))
@@ -288,6 +290,17 @@ def test_one_run_that_rounds_more_often_is_enough_for_its_group(make_spec: Make)
     specs = [make_spec(name, 2, precision="bf16", accumulation=accumulation) for name, accumulation in asked]
     (reference,) = references_of(specs).values()
     assert reference.workload.options["rounds_often"] is True
+    assert reference.workload.options["shared_words"] == "2"
+
+
+def test_copies_share_the_output_layer_among_as_many_ranks_as_the_runs_of_their_group(make_spec: Make) -> None:
+    specs = [make_spec(f"mesh:tp={tp}", tp, precision="bf16", accumulation=4) for tp in (4, 2)]
+    (reference,) = references_of(specs).values()
+    assert reference.workload.options["shared_words"] == "2+4"
+    options = parse_options(Options, reference.workload)
+    assert [options.head_parts(variant) for variant in range(4)] == [1, 2, 4, 2]
+    assert "shared_words" not in reference_of(make_spec("mesh:cp=2", 2, precision="bf16")).workload.options
+    assert "shared_words" not in reference_of(make_spec("mesh:tp=2", 2, precision="fp32")).workload.options
 
 
 def test_what_cannot_run_needs_no_reference(make_spec: Make) -> None:

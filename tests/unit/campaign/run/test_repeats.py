@@ -15,6 +15,7 @@ from paceline.campaign.run import controller, supervision
 from paceline.contract import Job, JobState
 from paceline.errors import RequestError
 from paceline.experiment import plugins
+from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.host import trust
 from paceline.report.tables.one_run import record_lines
@@ -165,6 +166,13 @@ def test_a_restarted_launch_is_not_repeated_because_its_restart_is_a_result(
     other = replace(spec, seed=spec.seed + 1)
     controller.execute(other, tmp_path, Watcher(), None, messages.append, repeats)
     assert store.read_run(tmp_path / spec.experiment / other.run_id).repeated == 1
+
+
+def test_ranks_that_share_a_gpu_are_no_measurement_to_repeat(tmp_path: Path, spec: RunSpec, weather: Weather) -> None:
+    weather.script = [BUSY, AssertionError("one launch too many")]
+    shared = replace(spec, launcher=Choice("local", {"shared_gpu": True}))
+    assert controller.execute(shared, tmp_path, Watcher(), None) == (Status.OK, None)
+    assert weather.submitted == 1
 
 
 def test_the_messages_name_the_run_and_the_reason(tmp_path: Path, spec: RunSpec, weather: Weather) -> None:

@@ -40,12 +40,16 @@ def train(spec: RunSpec, rank: int) -> tuple[float, float, list[str], list[str]]
     from paceline.contract import Seat
     from paceline.experiment.plugins import load
     from paceline.models.arithmetic import load as load_shape
+    from paceline.training import decoder
     from paceline.training.data.corpus import Partition, open_data
     from paceline.training.instruments import attention_backends, digest_parameters
 
     assert spec.strategy is not None
     plugin = load("strategies", spec.strategy.name)
     assert plugin.check(spec) is None
+    if spec.topology.world_size > 1:
+        # As on a GPU: 64 logits for 63 words where ranks do not share them.
+        decoder._head = decoder.padded_head
     seat = Seat(rank=rank, local_rank=rank, world_size=spec.topology.world_size, device="cpu")
     corpus, partition = open_data(spec, load_shape(spec.model).vocab), Partition.of(spec, rank)
     with attention_backends("cpu"):

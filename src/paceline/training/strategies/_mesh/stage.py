@@ -17,7 +17,7 @@ from paceline.models.shape import Shape
 from paceline.training.decoder import (
     DTYPES,
     Block,
-    Linear,
+    Head,
     _norm,
     block_runner,
     initial_values,
@@ -58,7 +58,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in layers})
         if last:
             self.norm = _norm(shape)
-            self.head = Linear(shape.hidden, shape.vocab, bias=False)
+            self.head = Head(shape.hidden, shape.vocab, bias=False)
             self.tie()
         self.run_block: Callable[..., Tensor] = block_runner("none")
         self.enter: Callable[[Tensor], Tensor] = lambda x: x

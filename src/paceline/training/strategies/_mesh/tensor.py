@@ -71,6 +71,7 @@ def apply(stage: Stage, mesh: Any, experts: Any, *, sequence_parallel: bool) -> 
         else:
             _replicate(stage.norm, mesh)
         plan["head"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
+        stage.head.pads = False
     parallelize_module(stage, mesh, plan)
     if sequence_parallel:
         stage.whole_length = lambda length: length * size

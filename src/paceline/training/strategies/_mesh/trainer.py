@@ -16,7 +16,7 @@ from paceline.contract import Seat
 from paceline.experiment.layout import Layout
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load
-from paceline.training.decoder import DTYPES, IGNORED_LABEL, balance_loss
+from paceline.training.decoder import DTYPES, IGNORED_LABEL, balance_loss, output_words
 from paceline.training.strategies._mesh import pipeline, tensor
 from paceline.training.strategies._mesh.context import part_of_sequence
 from paceline.training.strategies._mesh.stage import Stage, is_expert, loss_of, parameters_of
@@ -187,7 +187,10 @@ class MeshTrainer(TorchTrainer):
         return pipeline.schedule_of(self.stages, self.layout, group, device, count, examples, loss)
 
     def _own_words(self) -> int:
-        """Words whose logits this rank has: consecutive parts of equal size, and what is left for the last ranks."""
+        """Words whose logits this rank has: consecutive parts of equal size, and what is left for the last ranks.
+        Where ranks do not share them: all, padded."""
+        if self.layout.tp == 1:
+            return output_words(self.shape.vocab, self.seat.torch_device)
         part = -(-self.shape.vocab // self.layout.tp)
         begin = self.layout.coordinates(self.rank)["tp"] * part
         return max(0, min(part, self.shape.vocab - begin))
