@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from paceline.models import arithmetic
 from paceline.training import decoder, float8, precision
 from paceline.training.data.corpus import Partition, open_corpus
 from paceline.training.instruments import attention_backends
+from paceline.training.precision import matrix_products
 from paceline.training.strategies import single
 
 SECONDS, SETTLING, PROFILED = 4.0, 4, 2
@@ -191,6 +193,7 @@ VARIANTS = {
     "both": Variant(with_both),
     "tuned": Variant(with_inductor(coordinate_descent_tuning=True)),
     "flash": Variant(),
+    "rounded-sums": Variant(),
     "block": Variant(compile="default:scope=block"),
     "autotuned": Variant(compile="max-autotune-no-cudagraphs"),
     "reduce-overhead": Variant(compile="reduce-overhead"),
@@ -241,7 +244,9 @@ class Bench:
         normaliser = torch.full((), batches[0].normaliser, dtype=torch.float32, device=self.device)
         flash = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
         losses: list[Tensor] = []
-        with flash if variant == "flash" else attention_backends(self.device):
+        # torch's default, with which cuBLAS may round the parts of a long sum to 16 bit.
+        products = nullcontext() if variant == "rounded-sums" else matrix_products(spec.training.precision)
+        with products, flash if variant == "flash" else attention_backends(self.device):
             trainer: Any = single.wrap(spec, Seat(rank=0, local_rank=0, world_size=1, device=self.device))
 
             def step() -> None:

@@ -34,13 +34,30 @@ MXFP8_CAPABILITY = (10, 0)
 
 @contextlib.contextmanager
 def matrix_products(precision: Precision) -> Iterator[None]:
-    """torch's switch for the products of fp32 matrices: TF32 if that is requested, real fp32 otherwise."""
+    """torch's switches for products: TF32 for those of fp32 if that is requested, else real fp32, and whole sums."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision.compute == "tf32" else "highest")
     try:
-        yield
+        with whole_sums():
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def whole_sums() -> Iterator[None]:
+    """Keep the parts of a sum in fp32. By default cuBLAS may round those of a long one to 16 bit.
+
+    Which products it splits depends on shapes, so layouts of one model would differ by more than rounding: where the
+    parts of a gradient cancel, as in that of the output layer's input, its mean over tokens was off by 9 % on an H200.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
 def convert(blocks: nn.Module, precision: Precision, device: str, *, float8_all_gather: bool = False) -> None:

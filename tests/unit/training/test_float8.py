@@ -90,11 +90,14 @@ def test_without_torchao_the_command_that_installs_it_is_named(monkeypatch: pyte
 
 
 def test_tf32_sets_the_switch_and_resets_it() -> None:
-    before = torch.get_float32_matmul_precision()
+    before, matmul = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
+    assert matmul.allow_bf16_reduced_precision_reduction
     with precision.matrix_products(Precision(compute="tf32")):
         assert torch.get_float32_matmul_precision() == "high"
+        assert not matmul.allow_bf16_reduced_precision_reduction
         assert precision.compute_name(torch.nn.Linear(2, 2), "fp32") == "tf32"
     assert torch.get_float32_matmul_precision() == before
+    assert matmul.allow_bf16_reduced_precision_reduction
 
 
 @pytest.mark.parametrize(

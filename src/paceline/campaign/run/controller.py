@@ -501,7 +501,8 @@ def execute(
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
     attempts/ of its directory. A launch that was restarted is not repeated: another one would not measure what its
-    restarts cost. Neither is one whose ranks share a GPU, which says nothing about speed. obstacles notes a run that failed for a reason that would repeat.
+    restarts cost. Neither is one whose ranks share a GPU, which says nothing about speed.
+    obstacles notes a run that failed for a reason that would repeat.
     """
     repeats = repeats or RedRepeats(red_repeats())
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.contract import Seat
 from paceline.results.machine_samples import ProductSample
+from paceline.training.precision import whole_sums
 from paceline.workloads.compute.kernels import TORCH_DTYPES
 
 # Terms of a sum, and the largest operand: 256 x 15 x 15 is below the maximum of fp16, and 15 x 15 needs the 8
@@ -58,18 +59,6 @@ def prove_product(seat: Seat, repeat: int, side: int, dtype: str, seed: int) -> 
 def lacks_kernel(error: RuntimeError) -> bool:
     """Whether torch raised because no deterministic kernel exists."""
     return "deterministic" in str(error)
-
-
-@contextlib.contextmanager
-def whole_sums() -> Iterator[None]:
-    """Keep partial sums in fp32: cuBLAS may otherwise round those of a split sum to 16 bit."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
 def prepare_products() -> None:

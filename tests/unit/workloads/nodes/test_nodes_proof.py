@@ -15,6 +15,7 @@ from paceline.errors import RequestError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
 from paceline.experiment.plugins import parse_options  # noqa: E402
 from paceline.experiment.spec import RunSpec  # noqa: E402
+from paceline.training.precision import whole_sums  # noqa: E402
 from paceline.workloads import nodes  # noqa: E402
 from paceline.workloads.nodes import plan, proof, stages  # noqa: E402
 
@@ -57,7 +58,7 @@ def test_every_flipped_bit_is_found_and_placed(monkeypatch: pytest.MonkeyPatch, 
 def test_settings_are_put_back() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
-    with proof.whole_sums(), proof.deterministic():
+    with whole_sums(), proof.deterministic():
         assert torch.are_deterministic_algorithms_enabled()
         # Else fused attention keeps its backward whose sums have no order.
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
