@@ -139,6 +139,11 @@ class Precision:
     def is_8bit(self) -> bool:
         return self.compute.startswith(("float8", "mxfp8"))
 
+    @property
+    def side_multiple(self) -> int:
+        """What the sides of its 8-bit matrices are multiples of."""
+        return 32 if self.compute == "mxfp8" else 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:

@@ -106,7 +106,7 @@ def why_no_precision(spec: RunSpec) -> str | None:
         declared = plugins.declared("strategies", spec.strategy.name, imports=True)
         if not (declared and declared["EIGHT_BIT"]):
             return f"the strategy {spec.strategy.name} does not train in 8 bit (precision {precision.compute})"
-    multiple, shape = (32 if precision.compute == "mxfp8" else 16), load_shape(spec.model)
+    multiple, shape = precision.side_multiple, load_shape(spec.model)
     if shape.experts:
         return f"precision {precision.compute} is for dense models: experts and their router stay in 16 bit"
     sizes = {

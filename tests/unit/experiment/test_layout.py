@@ -79,7 +79,12 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ("mesh:pp=4", {"processes": 4, "accumulation": 4}, "= 4 stages exceed the 2 layers"),
         ("mesh:pp=2", {"processes": 2, "accumulation": 1}, "needs at least 2 micro batches, got 1"),
         ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "has 1 stages per rank, got virtual=2"),
-        ("mesh:tp=2", {"processes": 2, "precision": "fp16/fp32"}, "fp16 needs a loss scaler"),
+        ("mesh:tp=2", {"processes": 2, "precision": "float8"}, "tp 2 splits the matrices that an 8-bit scale belongs"),
+        (
+            "mesh:cp=2",
+            {"processes": 2, "precision": "float8", "micro_batch": 1, "sequence_length": 24},
+            "got 12 (1 seq",
+        ),
         ("mesh:tp=2,async_tp=true", {"processes": 2}, "symmetric memory"),
         ("mesh:ep=2", {"processes": 2}, "ep 2 needs a mixture of experts, which tiny-llama is not"),
         ("mesh:ep=3", {"processes": 3, "model": "tiny-moe"}, "ep 3 does not divide the 4 experts of tiny-moe"),

@@ -104,7 +104,7 @@ def test_tf32_sets_the_switch_and_resets_it() -> None:
     ("strategy", "fields", "reason"),
     [
         ("ddp", {"precision": "tf32"}, "a format of NVIDIA GPUs"),
-        ("mesh:dp=2", {"precision": "float8"}, "the strategy mesh does not train in 8 bit"),
+        ("zero:stage=1", {"precision": "float8"}, "the strategy zero does not train in 8 bit"),
         ("ddp", {"precision": "float8", "model": "tiny:hidden=40,heads=4"}, "multiples of 16, got hidden = 40"),
         ("ddp", {"precision": "float8", "sequence_length": 8, "micro_batch": 1}, "sequence_length = 8"),
         ("ddp", {"precision": "float8"}, None),

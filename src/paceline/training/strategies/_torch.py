@@ -170,7 +170,7 @@ class TorchTrainer:
             self.optimizer = optimizer_of(spec, self.shards.parts, self.shards.whole_sizes)
         else:
             self.optimizer = optimizer_of(spec, self.stepped)
-        self.scaler = torch.amp.GradScaler(
+        self.scaler: Any = torch.amp.GradScaler(
             seat.device, init_scale=INITIAL_LOSS_SCALE, enabled=training.precision.compute == "fp16"
         )
         self.updates = 0
@@ -191,7 +191,7 @@ class TorchTrainer:
         return self.module(tokens, labels, normaliser).clone()  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        self.scaler.scale(loss / self.training.accumulation).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss / self.training.accumulation).backward()
 
     def update(self) -> Tensor:
         if self.masters:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.training.strategies._mesh.stage import Stage
 
 PADS_SHARDS = True
+EIGHT_BIT = True
 SHORT_NAMES = {
     "hsdp": "replicas of groups that shard weights, gradients and optimizer state: mesh:shard=N.",
     "tp": "every layer split over the processes of a node: mesh:tp=N.",
@@ -127,6 +128,7 @@ def check(spec: RunSpec) -> str | None:
         _indivisible_heads(shape, degrees),
         _indivisible_sequence(spec, degrees),
         _unscheduled(spec, shape, degrees),
+        _odd_rows(spec, degrees),
     )
     return next((reason for reason in reasons if reason), None)
 
@@ -134,8 +136,8 @@ def check(spec: RunSpec) -> str | None:
 def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
     if spec.tuning is not None:
         return "the strategy mesh trains the reference decoder only, and not fine-tuned models"
-    if spec.training.precision.compute == "fp16":
-        return "fp16 needs a loss scaler that sees the overflow of every rank, which mesh does not have; use bf16"
+    if spec.training.precision.is_8bit and chosen.tp > 1:
+        return f"tp {chosen.tp} splits the matrices that an 8-bit scale belongs to; use precision bf16, or tp=1"
     if chosen.async_tp and spec.topology.device == "cpu":
         return "async_tp needs CUDA's symmetric memory, which a CPU does not have"
     if chosen.async_tp and not (spec.training.compile and chosen.tp > 1 and chosen.sequence):
@@ -226,6 +228,21 @@ def _unscheduled(spec: RunSpec, shape: Shape, degrees: Layout) -> str | None:
     return None
 
 
+def _odd_rows(spec: RunSpec, degrees: Layout) -> str | None:
+    """Matrices of 8 bit have one row for each token that a rank computes at once."""
+    training = spec.training
+    if not training.precision.is_8bit:
+        return None
+    sequences = training.micro_batch
+    if degrees.pp > 1 and degrees.micro_batches:
+        sequences = training.micro_batch * training.accumulation // degrees.micro_batches
+    rows, multiple = sequences * training.sequence_length // degrees.cp, training.precision.side_multiple
+    if rows % multiple:
+        what = f"{sequences} sequences of {training.sequence_length} tokens over cp {degrees.cp}"
+        return f"precision {training.precision.compute} needs multiples of {multiple} tokens, got {rows:,} ({what})"
+    return None
+
+
 def sharded_parts(options: Mapping[str, Any]) -> int | None:
     return None
 
@@ -241,6 +258,7 @@ def reductions_per_step(options: Mapping[str, Any], accumulation: int) -> int:
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     """The recipe: split the model into stages, then each stage by tensors, sequences and shards."""
     from paceline.training.decoder import DTYPES
+    from paceline.training.precision import convert
     from paceline.training.strategies._mesh import stage as stages_of
     from paceline.training.strategies._mesh.tensor import row_order
     from paceline.training.strategies._mesh.trainer import MeshTrainer
@@ -252,6 +270,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     expert_mesh = mesh_of_experts(degrees, seat)
     stages = pipeline(spec, shape, degrees, seat)
     for _, stage in stages:
+        convert(stage.blocks, spec.training.precision, seat.device)
         expert(stage, degrees, expert_mesh)
         tensor(stage, degrees, mesh, expert_mesh)
         context(stage, degrees, context_mesh, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import subprocess
@@ -68,13 +69,32 @@ def train(spec: RunSpec, rank: int) -> tuple[float, float, list[str], list[str]]
     return float(total) / len(batch.micro_batches), float(norm), [start.digest], [end.digest]
 
 
+def scaled_steps(rank: int) -> list[tuple[float, float]]:
+    """Weight and loss scale after each of three steps with gradients of 3; in the first, that of rank 1 overflows."""
+    import torch
+
+    from paceline.training.strategies._mesh.scaler import AgreedScaler
+
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), AgreedScaler("cpu", 1024.0)
+    found = []
+    for step in range(3):
+        weight.grad = scaler.scale(torch.tensor(math.inf if rank == 1 and step == 0 else 3.0))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((weight.item(), scaler.state_dict()["scale"]))
+    return found
+
+
 def rank_main(rank: int) -> NoReturn:
     """One of two ranks, forked from the nursery: trains the specs of MESH_SPECS one after another."""
     import torch.distributed as dist
 
     file = Path(os.environ["MESH_SPECS"])
     dist.init_process_group("gloo")
-    results = {str(spec.strategy): train(spec, rank) for spec in pickle.loads(file.read_bytes())}  # noqa: S301 (ours)
+    results: dict[str, Any] = {str(s.strategy): train(s, rank) for s in pickle.loads(file.read_bytes())}  # noqa: S301 (ours)
+    results["scaler"] = scaled_steps(rank)
     file.with_name(f"rank-{rank}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
@@ -104,9 +124,8 @@ def trained(
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(2)]  # noqa: S301 (ours)
-    return {name: {rank: results[name] for rank, results in enumerate(ranks)} for name in TWO_RANKS} | {
-        "single": train(single, 0)
-    }
+    names = (*TWO_RANKS, "scaler")
+    return {name: [results[name] for results in ranks] for name in names} | {"single": train(single, 0)}
 
 
 @pytest.mark.parametrize("strategy", TWO_RANKS)
@@ -114,8 +133,12 @@ def test_loss_norm_and_weights_are_those_of_one_process(trained: dict[str, Any],
     loss, norm, start, _ = trained["single"]
     ranks = trained[strategy]
     # Ranks of one replica report its loss; of two replicas, the mean counts.
-    assert sum(result[0] for result in ranks.values()) / 2 == pytest.approx(loss, rel=1e-5)
-    for result in ranks.values():
+    assert sum(result[0] for result in ranks) / 2 == pytest.approx(loss, rel=1e-5)
+    for result in ranks:
         assert result[1] == pytest.approx(norm, rel=1e-5)
         assert result[2] == start
         assert result[3] == ranks[0][3] != start
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(trained: dict[str, Any]) -> None:
+    assert trained["scaler"] == [[(0.0, 512.0), (-3.0, 512.0), (-6.0, 512.0)]] * 2

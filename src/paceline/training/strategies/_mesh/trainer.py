@@ -19,8 +19,9 @@ from paceline.models.arithmetic import load
 from paceline.training.decoder import DTYPES, IGNORED_LABEL, balance_loss, output_words
 from paceline.training.strategies._mesh import pipeline, tensor
 from paceline.training.strategies._mesh.context import part_of_sequence
+from paceline.training.strategies._mesh.scaler import AgreedScaler
 from paceline.training.strategies._mesh.stage import Stage, is_expert, loss_of, parameters_of
-from paceline.training.strategies._torch import TorchTrainer, learning
+from paceline.training.strategies._torch import INITIAL_LOSS_SCALE, TorchTrainer, learning
 
 
 class MeshTrainer(TorchTrainer):
@@ -58,6 +59,8 @@ class MeshTrainer(TorchTrainer):
             settings=settings,
             prefix=f"stage.{at['pp']}." if layout.pp > 1 else "",
         )
+        if self.scaler.is_enabled():
+            self.scaler = AgreedScaler(seat.torch_device, INITIAL_LOSS_SCALE)
         self.tied = self._tied_group()
         self.interleaves = layout.pp > 1
         self.waiting: list[tuple[Tensor, Tensor]] = []
@@ -88,8 +91,10 @@ class MeshTrainer(TorchTrainer):
             loss.copy_(self._run_pipeline())
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        """Ranks of a context parallel group each have a part of the loss, and gradients are averaged over them."""
-        return loss * (self.layout.cp / self.training.accumulation)
+        """Ranks of a context parallel group each have a part of the loss, and gradients are averaged over them. With
+        fp16 it is also scaled."""
+        scaled: Tensor = self.scaler.scale(loss * (self.layout.cp / self.training.accumulation))
+        return scaled
 
     def _loss(self, made: Any, labels: Tensor) -> Tensor:
         """The loss of this rank's tokens, from the logits and, of a mixture, the balance term."""
@@ -134,7 +139,7 @@ class MeshTrainer(TorchTrainer):
         with self._loss_context(), self.watching(self.schedule):
             target = labels if self.layout.has_last(self.rank) else None
             self.schedule.step(*given, target=target, losses=losses, **more)
-        accumulation = self.training.accumulation / self.layout.cp
+        accumulation = self.training.accumulation / self.layout.cp / self.scaler.scale(torch.ones(())).item()
         own = sum((loss.detach() for loss in losses), torch.zeros((), device=self.seat.torch_device))
         return self._total(self._total(own * accumulation, "cp"), "pp")
 
