@@ -27,6 +27,9 @@ class AgreedScaler:
     def is_enabled(self) -> bool:
         return True
 
+    def get_scale(self) -> float:
+        return self.value
+
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.value
 

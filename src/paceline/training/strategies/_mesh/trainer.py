@@ -139,7 +139,7 @@ class MeshTrainer(TorchTrainer):
         with self._loss_context(), self.watching(self.schedule):
             target = labels if self.layout.has_last(self.rank) else None
             self.schedule.step(*given, target=target, losses=losses, **more)
-        accumulation = self.training.accumulation / self.layout.cp / self.scaler.scale(torch.ones(())).item()
+        accumulation = self.training.accumulation / self.layout.cp / self.scaler.get_scale()
         own = sum((loss.detach() for loss in losses), torch.zeros((), device=self.seat.torch_device))
         return self._total(self._total(own * accumulation, "cp"), "pp")
 
