@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import paceline_digests as digests
 import paceline_facts as facts
@@ -628,8 +628,8 @@ def attach() -> None:
 
 
 def wrap_public_functions(own: Observer) -> None:
-    """Backward passes, gradient clipping and saving have no hook: their public functions are wrapped."""
-    backward, save = torch.autograd.backward, torch.save
+    """Backward passes, gradient clipping, saving and `os._exit` have no hook: their public functions are wrapped."""
+    backward, save, leave = torch.autograd.backward, torch.save, os._exit
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -646,6 +646,14 @@ def wrap_public_functions(own: Observer) -> None:
         with own.hidden_hooks():
             return save(*args, **kwargs)
 
+    @functools.wraps(leave)
+    def leave_after_the_last_steps(status: int) -> NoReturn:
+        # With an error, the device may have stopped: nothing must wait for it.
+        if status == 0:
+            own.end()
+        leave(status)
+
+    os._exit = leave_after_the_last_steps
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
     torch.nn.utils.clip_grads_with_norm_ = observed_clip(own, torch.nn.utils.clip_grads_with_norm_)

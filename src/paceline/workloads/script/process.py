@@ -63,7 +63,9 @@ def observe(
     starts = not spec.script.starts_ranks or seat.local_rank == 0
     ended = folder / "ended"
     if starts:
-        output = run_command(argv_of(spec, words, options, folder), environment(spec, folder, options), reader)
+        output = run_command(
+            argv_of(spec, words, options, folder / f"nsys-{seat.rank}"), environment(spec, folder, options), reader
+        )
         if spec.script.starts_ranks:
             ended.write_text(json.dumps([output.code, list(output.lines)]))
     else:
@@ -96,8 +98,8 @@ def observe(
 # --- starting it ---
 
 
-def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, folder: Path) -> list[str]:
-    """The program and its arguments."""
+def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, profile: Path) -> list[str]:
+    """The program and its arguments. profile: the report of this rank, if nsys writes one, without its suffix."""
     assert spec.script is not None
     argv = list(words) if spec.script.starts_ranks else [sys.executable, *words]
     if not options.nsys:
@@ -105,7 +107,7 @@ def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, folder: Pat
     nsys = shutil.which("nsys")
     if nsys is None:
         raise UnsupportedError("nsys: the program is not installed here, expected it on PATH. Leave out script.nsys.")
-    return [nsys, "profile", "--force-overwrite=true", f"--output={folder / 'nsys'}", *argv]
+    return [nsys, "profile", "--force-overwrite=true", f"--output={profile}", *argv]
 
 
 def environment(spec: RunSpec, folder: Path, options: Options) -> dict[str, str]:
