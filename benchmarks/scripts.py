@@ -1,6 +1,6 @@
 """Overhead of observing a foreign training script: processor time per step beside the bare script.
 
-    python benchmarks/scripts.py [PAIRS] [cpu|cuda]
+    python benchmarks/scripts.py [PAIRS] [cpu|cuda|host]
 
 Two processes import torch, one of them observed. In each pair both fork a child that trains the same model, one after
 the other and in alternating order; it counts its own processor time, which other programs on the host disturb less than
@@ -8,6 +8,10 @@ wall time. `small` is a decoder whose step takes about 0.1 s on one core; the di
 microseconds, is the cost of the observer. On a GPU the time is that of the wall clock, from one synchronisation to
 another, and `short` is a step of about 5 ms. The interval is that of the median, from the order of the pairs alone.
 With 12 pairs it takes a minute on an idle host.
+
+`host` is `empty` alone, and what the observer does in a step, counted: calls of Python functions, operations on tensors
+other than views (each is a launch on a GPU) and marks of the clock (each is an event there). Other programs on the host
+do not disturb counts.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.training import attachment
 
@@ -93,11 +98,102 @@ for number, line in enumerate(sys.stdin):
         sys.exit(0)
     os.waitpid(pid, 0)
 """
+# What the observer does in each of 96 steps, of which it reads all: three groups.
+COUNTED = """
+import os, sys
+import torch, torch._dynamo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+steps, micro_batches, modules = 96, int(sys.argv[2]), int(sys.argv[3])
+folder = os.environ.get("PACELINE_OBSERVE")
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)
+        self.rest = torch.nn.Sequential(*(torch.nn.Identity() for _ in range(modules)))
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.head(self.rest(self.embedding(input_ids)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Operations.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+calls = marks = 0
+
+
+def count_call(frame, event, _):
+    global calls
+    calls += event == "call" and "attachment" in frame.f_code.co_filename
+
+
+def train(steps):
+    for step in range(steps):
+        for _ in range(micro_batches):
+            ids = torch.randint(0, 32, (4, 4))
+            more = {} if sys.argv[1] == "ids" else {"labels": ids, "attention_mask": torch.ones_like(ids)}
+            model(ids, **more).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train(steps)
+if folder:
+    import paceline_observer, paceline_steps
+
+    # By their number alone, not because this host is slow.
+    paceline_steps.GROUP_S = 1e9
+    mark = paceline_observer.observer.clock.mark
+
+    def counted_mark():
+        global marks
+        marks += 1
+        return mark()
+
+    paceline_observer.observer.clock.mark = counted_mark
+    train(steps)
+    marks = 0
+with Operations():
+    train(steps)
+marks_of_steps = marks
+sys.setprofile(count_call)
+train(steps)
+sys.setprofile(None)
+print(Operations.count / steps, calls / steps, marks_of_steps / steps)
+"""
+# What a forward pass is given, micro batches of a step, and modules of the model.
+CASES = {
+    "ids": ("ids", 1, 0),
+    "labels_and_mask": ("all", 1, 0),
+    "4_micro_batches": ("all", 4, 0),
+    "64_modules": ("ids", 1, 64),
+}
 # Width, layers, sequence length and steps.
 SHAPES = {
     "cpu": {"small": (128, 2, 128, 16), "empty": (8, 0, 4, 200)},
+    "host": {"empty": (8, 0, 4, 200)},
     "cuda": {"short": (256, 2, 256, 200), "long": (1024, 12, 1024, 24)},
 }
+
+
+def environment(folder: str | None) -> dict[str, str]:
+    """Our own, with the observer if it has a folder."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if folder is not None:
+        path = os.pathsep.join(filter(None, (str(Path(attachment.__file__).parent), env.get("PYTHONPATH"))))
+        env |= {"PYTHONPATH": path, "PACELINE_OBSERVE": folder}
+    return env
 
 
 class Trainer:
@@ -105,12 +201,9 @@ class Trainer:
 
     def __init__(self, script: Path, folder: str | None) -> None:
         self.folder, self.asked = folder, 0
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if folder is not None:
-            path = os.pathsep.join(filter(None, (str(Path(attachment.__file__).parent), env.get("PYTHONPATH"))))
-            env |= {"PYTHONPATH": path, "PACELINE_OBSERVE": folder}
         command = [sys.executable, str(script)]
-        self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment(folder), text=True, **streams)
 
     def seconds_per_step(self, shape: tuple[int, ...], device: str) -> float:
         assert self.process.stdin is not None
@@ -142,7 +235,23 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[first], ordered[-1 - first]
 
 
+def count(case: tuple[str, int, int]) -> dict[str, float]:
+    """What the observer adds to a step of one case."""
+    found = []
+    for is_observed in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, "-c", COUNTED, *map(str, case)]
+            env = environment(folder if is_observed else None)
+            printed = subprocess.run(words, env=env, check=True, text=True, stdout=subprocess.PIPE).stdout
+            found.append([float(word) for word in printed.split()])
+    names = "operations_per_step", "calls_per_step", "marks_per_step"
+    return {name: round(after - before, 2) for name, before, after in zip(names, *found, strict=True)}
+
+
 def main(pairs: int, device: str) -> None:
+    for name, case in CASES.items() if device == "host" else ():
+        print(json.dumps({"benchmark": f"script_{name}", **count(case)}), flush=True)
+    clock = "cuda" if device == "cuda" else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         script, observed = Path(folder) / "train.py", Path(folder) / "observed"
         script.write_text(SCRIPT)
@@ -152,12 +261,12 @@ def main(pairs: int, device: str) -> None:
             found = []
             for pair in range(pairs):
                 order = (True, False) if pair % 2 else (False, True)
-                found.append({side: trainers[side].seconds_per_step(shape, device) for side in order})
+                found.append({side: trainers[side].seconds_per_step(shape, clock) for side in order})
             ratios = [each[True] / each[False] for each in found]
             low, high = interval(ratios)
             row = {
                 "benchmark": f"script_{name}",
-                "device": device,
+                "device": clock,
                 "pairs": pairs,
                 "bare_s": statistics.median(each[False] for each in found),
                 "added_s": statistics.median(each[True] - each[False] for each in found),

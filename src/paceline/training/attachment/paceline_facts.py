@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import paceline_digests as digests
 import paceline_weights as weights
 import paceline_wire
 import torch
@@ -51,20 +52,32 @@ def mask_in(found: Mapping[str, Any], ids: Any) -> Any:
     return None if mask is None or mask.shape != ids.shape or mask.is_floating_point() else mask
 
 
+def counted_in(found: Mapping[str, Any], ids: Any) -> dict[str, Any]:
+    """What is counted beside the token ids: `labels` and `mask`, if they are among the tensors."""
+    named = ("labels", labels_in(found)), ("mask", mask_in(found, ids))
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def is_one_tensor(ids: Any, more: Collection[Any]) -> bool:
+    """Whether token ids and what is counted beside them can be copied by one operation, into one tensor."""
+    fits = bool(ids.dim() == 2 and ids.shape[1] <= digests.MOST_ELEMENTS)
+    return fits and bool(more) and all(t.shape == ids.shape and t.dtype == ids.dtype for t in more)
+
+
 def loss_in(output: Any) -> Any:
     """The loss that a model returned, or None: a scalar with a gradient."""
-
-    def is_loss(value: Any) -> bool:
-        return getattr(value, "requires_grad", False) and value.numel() == 1
-
-    if is_loss(output):
-        return output
+    if isinstance(output, torch.Tensor):
+        return output if _is_loss(output) else None
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if is_loss(named):
+    if _is_loss(named):
         return named
     if isinstance(output, list | tuple):
-        return next((value for value in output if is_loss(value)), None)
+        return next((value for value in output if _is_loss(value)), None)
     return None
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
 
 
 def copy_loss(loss: Any) -> Any:

@@ -22,13 +22,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import paceline_digests as digests
 import paceline_facts as facts
 import paceline_weights as weights
 import torch
 from paceline_clocks import CudaClock, HostClock
+from paceline_layouts import Layouts
 from paceline_steps import Batch, Readout, Step
 
 # The step whose collectives are counted and those that `--trace` records: all belong to the warm-up.
@@ -48,21 +49,28 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self.broken = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):
-                self.write_facts()
+            self.turn_off(error)
 
     return call
 
 
 class Hook:
-    """A hook on the script's model. Copies of the model, also pickled ones, get a call without effect instead."""
+    """A hook on the script's model, guarded. Copies of the model, also pickled ones, get a call without effect instead.
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
+    Not one call more than needed: after the operations of a model, every line of ours has to be fetched from memory.
+    """
+
+    def __init__(self, observer: Observer, method: Callable[..., None]) -> None:
+        self._observer, self._method = observer, method
 
     def __call__(self, *args: Any) -> None:
-        self._method(*args)
+        # The first line, because the hook becomes part of what is compiled.
+        if is_compiling() or self._observer.broken is not None:
+            return
+        try:
+            self._method(*args)
+        except Exception as error:
+            self._observer.turn_off(error)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -110,6 +118,13 @@ class Observer:
         self.world_size = 1
         self.forward_began: Any = None
         self.global_handles: list[Any] = []
+        self.layouts = Layouts()
+
+    def turn_off(self, error: Exception) -> None:
+        """After an error of the observer: the script goes on, and the run says so."""
+        self.broken = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):
+            self.write_facts()
 
     # --- hooks on modules ---
 
@@ -173,8 +188,8 @@ class Observer:
 
     def hook_model(self) -> None:
         self.handles = [
-            self.root.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True),
-            self.root.register_forward_hook(Hook(self.after_forward), with_kwargs=True, always_call=True),
+            self.root.register_forward_pre_hook(Hook(self, self.before_forward), with_kwargs=True),
+            self.root.register_forward_hook(Hook(self, self.after_forward), with_kwargs=True, always_call=True),
         ]
 
     def wrap_methods(self) -> None:
@@ -210,15 +225,6 @@ class Observer:
         self.global_handles = []
 
     def before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool = False) -> None:
-        if is_compiling():
-            return
-        self._before_forward(module, args, kwargs, is_first)
-        if self.limit and self.readout.steps >= self.limit and self.broken is None:
-            self.end()
-            raise SystemExit(0)
-
-    @guarded
-    def _before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool) -> None:
         now = self.clock.mark()
         if not torch.is_grad_enabled():
             if not module.training and self.paused_at is None:
@@ -226,6 +232,7 @@ class Observer:
             return
         if not self.is_tracked:
             self.close_step()
+        self.end_at_limit()
         step = self.step or self.open_step(now)
         if self.paused_at is not None:
             step.spans.append(("pause", self.paused_at, now))
@@ -239,12 +246,12 @@ class Observer:
             self.facts["autocast"] = facts.autocast(self.facts["device"])
         self.forward_began = now
 
-    @guarded
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        step = self.step
-        if step is None or is_compiling() or not torch.is_grad_enabled():
+        step, began = self.step, self.forward_began
+        if step is None or began is None or not torch.is_grad_enabled():
             return
-        step.spans.append(("forward", self.forward_began, self.clock.mark()))
+        self.forward_began = None
+        step.spans.append(("forward", began, self.clock.mark()))
         if not step.batches:
             # The call in which the module was found: a hook without keywords saw its start.
             step.batches.append(self.batch_of(args, kwargs))
@@ -257,6 +264,10 @@ class Observer:
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
         """Counts of a micro batch and a copy of its rows, left on the device."""
+        layout = self.layouts.of(args, kwargs)
+        if layout is not None:
+            self.sources["tokens"] += 1
+            return layout.batch(args, kwargs)
         found = digests.tensors_in(args, kwargs)
         ids = facts.token_ids(found)
         if ids is None:
@@ -267,13 +278,11 @@ class Observer:
             return Batch(rows, rows, rows, None, copied)
         self.sources["tokens"] += 1
         batch = Batch(ids.shape[0], positions := ids.numel(), positions)
-        labels, mask = facts.labels_in(found), facts.mask_in(found, ids)
-        more = {name: tensor for name, tensor in (("labels", labels), ("mask", mask)) if tensor is not None}
-        fits = ids.dim() == 2 and ids.shape[1] <= digests.MOST_ELEMENTS
-        if more and fits and all(t.shape == ids.shape and t.dtype == ids.dtype for t in more.values()):
-            # One operation instead of a copy and the counts.
+        more = facts.counted_in(found, ids)
+        if facts.is_one_tensor(ids, more.values()):
             batch.rows, batch.stacked = torch.stack((ids, *more.values())), tuple(more)
             return batch
+        labels, mask = more.get("labels"), more.get("mask")
         if mask is not None:
             batch.tokens = mask.sum()
         if labels is not None:
@@ -288,7 +297,7 @@ class Observer:
     def before_backward(self, tensors: Any) -> Any:
         """The mark at which an outermost backward pass begins; None for one inside another."""
         self.backward_depth += 1
-        if self.backward_depth > 1 or is_compiling():
+        if self.backward_depth > 1 or self.broken is not None or is_compiling():
             return None
         if self.root is None or self.is_blind:
             self.begin_blindly(tensors)
@@ -308,6 +317,7 @@ class Observer:
                 self.root = facts.owner_of(self.early)
         if not self.is_tracked:
             self.close_step()
+        self.end_at_limit()
         batches = (self.step or self.open_step(self.clock.mark())).batches
         if self.announced is None:
             self.sources["unseen"] += 1
@@ -316,13 +326,8 @@ class Observer:
             batches.append(self.batch_of(*self.announced))
             self.announced = None
 
-    def after_backward(self, begin: Any, tensors: Any) -> None:
-        self.backward_depth -= 1
-        if begin is not None:
-            self._after_backward(begin, tensors)
-
     @guarded
-    def _after_backward(self, begin: Any, tensors: Any) -> None:
+    def after_backward(self, begin: Any, tensors: Any) -> None:
         step, end = self.step, self.clock.mark()
         if step is None:
             return
@@ -376,8 +381,11 @@ class Observer:
         if self.step is None:
             return
         end = self.clock.mark()
-        rates = (group.get("lr") for group in optimizer.param_groups)
-        self.step.rates.update([rate for rate in rates if isinstance(rate, float | int)])
+        rates = self.step.rates
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, float | int):
+                rates.add(rate)
         if self.optimizer_began is not None:
             self.step.spans.append(("optimizer", self.optimizer_began, end))
             self.optimizer_began = None
@@ -443,6 +451,12 @@ class Observer:
         if number == WIRE_STEP or (self.traced and number == self.traced[0]):
             self.start_instruments(number)
         return step
+
+    def end_at_limit(self) -> None:
+        """End the script after as many steps as it was given."""
+        if self.limit and self.readout.steps >= self.limit:
+            self.end()
+            raise SystemExit(0)
 
     def close_step(self) -> None:
         """End the open step if its optimizer has stepped; write all that the device has finished."""
@@ -614,8 +628,8 @@ def attach() -> None:
 
 
 def wrap_public_functions(own: Observer) -> None:
-    """Backward passes, gradient clipping and saving have no hook: their public functions are wrapped."""
-    backward, save = torch.autograd.backward, torch.save
+    """Backward passes, gradient clipping, saving and `os._exit` have no hook: their public functions are wrapped."""
+    backward, save, leave = torch.autograd.backward, torch.save, os._exit
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -623,13 +637,23 @@ def wrap_public_functions(own: Observer) -> None:
         try:
             return backward(tensors, *args, **kwargs)
         finally:
-            own.after_backward(begin, tensors)
+            own.backward_depth -= 1
+            if begin is not None:
+                own.after_backward(begin, tensors)
 
     @functools.wraps(save)
     def save_without_hooks(*args: Any, **kwargs: Any) -> Any:
         with own.hidden_hooks():
             return save(*args, **kwargs)
 
+    @functools.wraps(leave)
+    def leave_after_the_last_steps(status: int) -> NoReturn:
+        # With an error, the device may have stopped: nothing must wait for it.
+        if status == 0:
+            own.end()
+        leave(status)
+
+    os._exit = leave_after_the_last_steps
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
     torch.nn.utils.clip_grads_with_norm_ = observed_clip(own, torch.nn.utils.clip_grads_with_norm_)

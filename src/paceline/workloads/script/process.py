@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from typing import IO, Any
 from paceline.contract import Recorder, Seat
 from paceline.errors import InvalidRunError, ScriptError, UnsupportedError
 from paceline.experiment.spec import RunSpec
-from paceline.host.processes import end_with_parent, signal_name
+from paceline.host.processes import end_all, end_with_parent, signal_name
 from paceline.results.records import SAMPLE_TYPES, StepSample
 from paceline.training import attachment
 from paceline.workloads.script.evidence import evidence_of
@@ -63,7 +64,9 @@ def observe(
     starts = not spec.script.starts_ranks or seat.local_rank == 0
     ended = folder / "ended"
     if starts:
-        output = run_command(argv_of(spec, words, options, folder), environment(spec, folder, options), reader)
+        output = run_command(
+            argv_of(spec, words, options, folder / f"nsys-{seat.rank}"), environment(spec, folder, options), reader
+        )
         if spec.script.starts_ranks:
             ended.write_text(json.dumps([output.code, list(output.lines)]))
     else:
@@ -96,8 +99,8 @@ def observe(
 # --- starting it ---
 
 
-def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, folder: Path) -> list[str]:
-    """The program and its arguments."""
+def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, profile: Path) -> list[str]:
+    """The program and its arguments. profile: the report of this rank, if nsys writes one, without its suffix."""
     assert spec.script is not None
     argv = list(words) if spec.script.starts_ranks else [sys.executable, *words]
     if not options.nsys:
@@ -105,7 +108,7 @@ def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, folder: Pat
     nsys = shutil.which("nsys")
     if nsys is None:
         raise UnsupportedError("nsys: the program is not installed here, expected it on PATH. Leave out script.nsys.")
-    return [nsys, "profile", "--force-overwrite=true", f"--output={folder / 'nsys'}", *argv]
+    return [nsys, "profile", "--force-overwrite=true", f"--output={profile}", *argv]
 
 
 def environment(spec: RunSpec, folder: Path, options: Options) -> dict[str, str]:
@@ -143,7 +146,11 @@ class Output:
 
 
 def run_command(argv: list[str], env: Mapping[str, str], reader: Reader) -> Output:
-    """Run the command to its end. What it prints is passed on, and its steps are recorded while it runs."""
+    """Run the command to its end. What it prints is passed on, and its steps are recorded while it runs.
+
+    It ends with this process. If this one is told to end, all processes that the command started are ended; if it is
+    killed, the command gets SIGTERM, which launchers such as torchrun pass on to their ranks.
+    """
     lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     try:
         child = subprocess.Popen(
@@ -152,7 +159,7 @@ def run_command(argv: list[str], env: Mapping[str, str], reader: Reader) -> Outp
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=end_with_parent,
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
         )
     except OSError as error:
         raise UnsupportedError(f"command: {argv[0]!r} cannot be started ({error.strerror}).") from None
@@ -160,15 +167,30 @@ def run_command(argv: list[str], env: Mapping[str, str], reader: Reader) -> Outp
     pump = threading.Thread(target=pass_on, args=(child.stdout, lines), daemon=True)
     pump.start()
     try:
-        while child.poll() is None:
-            reader.read()
-            time.sleep(POLL_S)
+        with exit_on_sigterm():
+            while child.poll() is None:
+                reader.read()
+                time.sleep(POLL_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
+        if child.poll() is None:
+            end_all(child)
     # Processes that the script left behind may keep its output open.
     pump.join(timeout=5)
     return Output(child.returncode, lines)
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """SystemExit on SIGTERM, by which torchrun ends a rank: the command of the rank must not outlive it."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def pass_on(stream: IO[bytes], lines: collections.deque[str]) -> None:

@@ -122,3 +122,100 @@ def test_groups_that_step_one_by_one_have_the_rates_of_those_that_step_together(
         found.append(own.rates.hexdigest())
         assert own.broken is None
     assert found[0] == found[1] != found[2]
+
+
+def test_events_are_recorded_again_only_after_their_times_were_read(
+    observer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phases of a script with two micro batches, an evaluation and a pause in each step, by events that a stand-in for
+    CUDA records: one more second passes with each. Reused events must give the times that new ones give."""
+    clocks = sys.modules["paceline_clocks"]
+
+    class Event:
+        now = created = 0
+
+        def __init__(self) -> None:
+            Event.created += 1
+
+        def record(self) -> None:
+            Event.now += 1
+            self.at = Event.now
+
+        def elapsed_time(self, later: Event) -> float:
+            return 1000.0 * (later.at - self.at)
+
+        def query(self) -> bool:
+            return True
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    found, created = [], []
+    for reuses in (True, False):
+        Event.now = Event.created = 0
+        own = observer.Observer(str(tmp_path / str(reuses)), {})
+        lines: list[str] = []
+        own.readout = sys.modules["paceline_steps"].Readout(lines.append)
+        own.clock = clocks.CudaClock()
+        if not reuses:
+            monkeypatch.setattr(own.clock, "reuse", lambda steps: None)
+        own.open_file = own.write_facts = lambda: None
+        own.root, own.facts = torch.nn.Linear(1, 1), {"device": "cpu"}
+        optimizer = torch.optim.SGD(own.root.parameters(), lr=0.1)
+        own.stepped[id(optimizer)] = optimizer
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        for step in range(100):
+            for _ in range(2):
+                own.before_forward(own.root, (ids,), {})
+                own.after_forward(own.root, (ids,), {}, None)
+                own.after_backward(own.before_backward(None), None)
+                own.backward_depth -= 1
+            own.before_step(optimizer)
+            own.after_step(optimizer)
+            own.root.train(step % 3 == 0)
+            with torch.no_grad():
+                own.before_forward(own.root, (ids,), {})
+                own.after_forward(own.root, (ids,), {}, None)
+            own.begin_pause()
+            own.end_pause()
+        own.close_step()
+        own.readout.finish(own.clock)
+        assert own.broken is None
+        found.append([json.loads(line) for text in lines for line in text.splitlines()])
+        created.append(Event.created)
+    assert found[0] == found[1]
+    assert created[0] < created[1] / 2
+    assert len(found[0]) == 100
+    # A group that is copied between the marks of a forward pass has one of its own.
+    assert {row["forward_s"] for row in found[0]} == {2.0, 3.0}
+    assert {row["backward_s"] for row in found[0]} == {2.0}
+
+
+def test_the_layout_of_a_batch_is_remembered_for_the_same_shapes_only(observer: ModuleType, tmp_path: Path) -> None:
+    own = observer.Observer(str(tmp_path), {})
+    looked: list[object] = []
+    layouts = sys.modules["paceline_layouts"]
+    look = layouts.digests.tensors_in
+    layouts.digests = SimpleNamespace(
+        tensors_in=lambda *given: looked.append(given) or look(*given), MOST_ELEMENTS=layouts.digests.MOST_ELEMENTS
+    )
+    ids = torch.arange(8).reshape(2, 4)
+    # Arguments, the token ids that must be taken, and whether they have to be looked for.
+    cases = [
+        ((ids,), {}, ids, True),
+        ((ids + 1,), {}, ids + 1, False),
+        ((ids.T,), {}, ids.T, True),
+        ((ids.float(), ids), {}, ids, True),
+        ((ids, ids + 1), {}, ids, True),
+        ((ids + 2, ids), {"input_ids": ids + 1}, ids + 1, True),
+        ((ids + 2, ids.T), {"input_ids": ids + 3}, ids + 3, True),
+        ((ids, None), {}, ids, True),
+        ((None, ids), {}, ids, True),
+    ]
+    for args, kwargs, expected, is_new in cases:
+        looked.clear()
+        rows = own.batch_of(args, kwargs).rows
+        assert torch.equal(rows, expected)
+        assert rows.data_ptr() != expected.data_ptr()
+        assert bool(looked) is is_new
+    for number in range(2 * layouts.MOST_LAYOUTS):
+        own.batch_of((torch.zeros(1, number + 1, dtype=torch.int64),), {})
+    assert len(own.layouts._known) <= layouts.MOST_LAYOUTS

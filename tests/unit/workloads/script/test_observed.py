@@ -180,6 +180,72 @@ def test_a_program_that_does_not_exist_is_one_sentence(observe: Observe) -> None
     assert record.outcomes[0].error == "command: 'no-such-launcher' cannot be started (No such file or directory)."
 
 
+STAND_IN = """#!{python}
+import os, sys
+output = next(word.partition("=")[2] for word in sys.argv if word.startswith("--output="))
+command = next(number for number, word in enumerate(sys.argv) if number > 1 and not word.startswith("-"))
+with open(output + ".nsys-rep", "x") as report:
+    report.write(" ".join(sys.argv[1:command]))
+os.execvp(sys.argv[command], sys.argv[command:])
+"""
+
+
+def test_a_command_runs_under_nsys_and_keeps_its_exit_code(
+    observe: Observe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in on PATH runs the command that follows its options, as nsys does."""
+    nsys = tmp_path / "bin" / "nsys"
+    nsys.parent.mkdir()
+    nsys.write_text(STAND_IN.format(python=sys.executable))
+    nsys.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(nsys.parent), os.environ["PATH"])))
+    (tmp_path / "three.py").write_text("raise SystemExit(3)")
+    record = observe(sys.executable, str(tmp_path / "three.py"), workload="script:nsys=true")
+    assert str(record.outcomes[0].error).startswith("the script ended with exit code 3: ")
+    (report,) = Path(record.path).glob("script-*/nsys-0.nsys-rep")
+    assert report.read_text() == f"profile --force-overwrite=true --output={report.with_suffix('')}"
+
+
+def test_without_nsys_the_run_says_so(observe: Observe, train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    record = observe(sys.executable, train, workload="script:nsys=true")
+    assert record.outcomes[0].status is Status.UNSUPPORTED
+    assert record.outcomes[0].error == (
+        "nsys: the program is not installed here, expected it on PATH. Leave out script.nsys."
+    )
+
+
+def test_a_limit_ends_a_script_whose_forward_passes_are_compiled(observe: Observe, tmp_path: Path) -> None:
+    (tmp_path / "inside.py").write_text(COMPILED)
+    record = observe(sys.executable, str(tmp_path / "inside.py"), steps=6)
+    assert record.outcomes[0].status is Status.OK, record.outcomes[0].error
+    assert [s.step for s in record.steps] == list(range(6))
+
+
+# A forward pass that no hook sees, as in a model that was compiled in place.
+COMPILED = """
+import torch
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(40):
+    (weight * torch.arange(4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+raise SystemExit("the limit did not end this script")
+"""
+
+
+def test_a_script_that_leaves_at_once_keeps_its_last_steps(observe: Observe, tmp_path: Path) -> None:
+    """`os._exit` runs no exit functions; the steps of the last group were not written yet."""
+    code = SLEEPY.format(seconds=0).replace("range(100)", "range(20)").replace("import time", "import os, time")
+    (tmp_path / "leaves.py").write_text(code + "os._exit(0)")
+    record = observe(sys.executable, str(tmp_path / "leaves.py"))
+    assert record.outcomes[0].status is Status.OK, record.outcomes[0].error
+    assert len(record.steps) == 20
+    assert record.evidence is not None
+    assert record.evidence.final_digests
+
+
 def test_a_script_without_a_step_is_invalid(observe: Observe, tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("print('done')")
     record = observe(sys.executable, str(tmp_path / "none.py"))
