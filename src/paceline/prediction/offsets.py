@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.prediction.fitting import by_offset, by_parameter, sensitivities
+from paceline.prediction.fitting import sensitivities
 from paceline.prediction.parameters import Fitted, Shared
 from paceline.prediction.setup import Setup
 from paceline.prediction.step_time import OFFSETS, Array, Columns, columns, step_time
@@ -114,35 +114,57 @@ def _feature(c: Columns, name: str) -> Array:
     return c[name]
 
 
+@dataclass(frozen=True)
+class Posterior:
+    """What is known of a cluster: its offsets, the parameters as they are there, and the covariance of both together.
+
+    residuals: what they do not explain of the anchors.
+    """
+
+    shift: dict[str, float]
+    values: dict[str, float]
+    covariance: Array
+    residuals: Array
+
+    def log_step(self, c: Columns) -> Array:
+        return np.asarray(np.log(step_time(c, self.values, self.shift)))
+
+    def slopes(self, c: Columns) -> Array:
+        return np.hstack(sensitivities(c, self.values, self.shift)[::-1])
+
+
 def posterior(
-    fitted: Fitted, c: Columns, log_step: Array, sd: Array, observations: Sequence[Observation] = ()
-) -> tuple[dict[str, float], Array, Array]:
-    """(offsets, their covariance, residuals of the anchors): the most probable offsets given the anchors."""
+    fitted: Fitted, c: Columns | None, log_step: Array, sd: Array, observations: Sequence[Observation] = ()
+) -> Posterior:
+    """The most probable offsets and parameters given the anchors, by Gauss-Newton."""
     precision = np.array([fitted.offset_sd[name] ** -2 for name in OFFSETS])
     pulled = np.zeros(len(OFFSETS))
     for seen in observations:
         precision[OFFSETS.index(seen.offset)] += seen.sd**-2
         pulled[OFFSETS.index(seen.offset)] += seen.value * seen.sd**-2
-    centre = pulled / precision
-    state, inverse_prior = centre.copy(), np.diag(precision)
-    covariance = np.diag(1 / precision)
-    if not len(log_step):
-        return dict(zip(OFFSETS, map(float, centre), strict=True)), covariance, log_step
+    count, names = len(OFFSETS), list(fitted.values)
+    prior = np.zeros((count + len(names),) * 2)
+    prior[:count, :count], prior[count:, count:] = np.diag(1 / precision), fitted.covariance
+    centre = np.concatenate([pulled / precision, list(fitted.values.values())])
+
+    def at(state: Array, covariance: Array, residuals: Array) -> Posterior:
+        shift, values = (dict(zip(k, map(float, v), strict=True)) for k, v in ((OFFSETS, state[:count]), (names, state[count:])))
+        return Posterior(shift, values, covariance, residuals)
+
+    state = centre
+    if c is None or not len(log_step):
+        return at(state, prior, log_step)
     noise = shared_error(fitted.shared, c, c) + np.diag(sd**2)
-    parameters = by_parameter(c, fitted.values, dict.fromkeys(OFFSETS, 0.0))
-    inverse = np.linalg.inv(noise + parameters @ fitted.covariance @ parameters.T)
     for _ in range(6):
-        shift = dict(zip(OFFSETS, state, strict=True))
-        slopes = by_offset(c, fitted.values, shift)
-        residual = log_step - np.log(step_time(c, fitted.values, shift))
-        curvature = slopes.T @ inverse @ slopes + inverse_prior
-        step = np.linalg.solve(curvature, slopes.T @ inverse @ residual - inverse_prior @ (state - centre))
-        covariance = np.asarray(np.linalg.inv(curvature), dtype=np.float64)
+        now = at(state, prior, log_step)
+        slopes = now.slopes(c)
+        gain = np.linalg.solve(slopes @ prior @ slopes.T + noise, slopes @ prior).T
+        step = centre + gain @ (log_step - now.log_step(c) + slopes @ (state - centre)) - state
         state = state + np.clip(step, -0.7, 0.7)
         if np.max(np.abs(step)) < 1e-3:
             break
-    shift = dict(zip(OFFSETS, map(float, state), strict=True))
-    return shift, covariance, log_step - np.log(step_time(c, fitted.values, shift))
+    now = at(state, prior, log_step)
+    return at(state, prior - gain @ slopes @ prior, log_step - now.log_step(c))
 
 
 def predict_columns(
@@ -156,19 +178,18 @@ def predict_columns(
     """(mean, sd) of the logarithm of the step time of each setup, given anchors."""
     count = len(log_step)
     factor: float | Array = scale_for(fitted, count + len(observations))
-    shift, covariance, residual = posterior(fitted, anchors or c, log_step, sd, observations)
-    mean = np.log(step_time(c, fitted.values, shift))
-    parameters, slopes = sensitivities(c, fitted.values, shift)
-    variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
-    variance += np.einsum("ij,jk,ik->i", parameters, fitted.covariance, parameters)
+    known = posterior(fitted, anchors, log_step, sd, observations)
+    mean, slopes = known.log_step(c), known.slopes(c)
     shared = fitted.shared.setup**2 + fitted.shared.kind**2 + (UNCALIBRATED * _uncalibrated(c)) ** 2
     if anchors is not None and count:
         across = shared_error(fitted.shared, c, anchors)
         inside = shared_error(fitted.shared, anchors, anchors) + np.diag(sd**2)
         solved = np.linalg.solve(inside, across.T)
-        mean = mean + solved.T @ residual
+        mean = mean + solved.T @ known.residuals
+        slopes = slopes - solved.T @ known.slopes(anchors)
         shared = np.maximum(shared - np.einsum("ij,ji->i", across, solved), 0)
         factor = factor * surprise(fitted, anchors, log_step, sd, observations)
+    variance = np.einsum("ij,jk,ik->i", slopes, known.covariance, slopes)
     factor = factor * np.where(c["peft"] > 0, fitted.tuned_scale, 1.0)
     return mean, factor * np.sqrt(variance + shared + fitted.noise**2)
 
@@ -181,9 +202,8 @@ def surprise(
     Their squared distance, in units of their covariance, is their number on average. Errors of the model are larger for
     some programs than for others; this is the scale of a Student-t process after so many observations.
     """
-    nothing = np.zeros(0)
-    shift, _, _ = posterior(fitted, anchors, nothing, nothing, observations)
-    off = log_step - np.log(step_time(anchors, fitted.values, shift))
+    before = posterior(fitted, None, np.zeros(0), np.zeros(0), observations)
+    off = log_step - before.log_step(anchors)
     covariance = expected_covariance(fitted, anchors, observations)
     covariance += shared_error(fitted.shared, anchors, anchors) + np.diag(sd**2)
     distance = float(off @ np.linalg.solve(covariance, off))
@@ -192,10 +212,9 @@ def surprise(
 
 def expected_covariance(fitted: Fitted, c: Columns, observations: Sequence[Observation] = ()) -> Array:
     """Covariance of step times (logarithms) from offsets and parameters, before any training run is measured."""
-    nothing = np.zeros(0)
-    shift, spread, _ = posterior(fitted, c, nothing, nothing, observations)
-    parameters, slopes = sensitivities(c, fitted.values, shift)
-    return np.asarray(parameters @ fitted.covariance @ parameters.T + slopes @ spread @ slopes.T)
+    before = posterior(fitted, None, np.zeros(0), np.zeros(0), observations)
+    slopes = before.slopes(c)
+    return np.asarray(slopes @ before.covariance @ slopes.T)
 
 
 def scale_for(fitted: Fitted, count: int) -> float:
