@@ -75,31 +75,49 @@ def subset(c: Columns, index: NDArray[np.signedinteger[Any]]) -> dict[str, Array
     return {name: value[index] for name, value in c.items()}
 
 
-def similarity(shared: Shared, a: Columns, b: Columns) -> Array:
-    """How alike two setups are in size, batch, layout and kind, 0 to 1."""
-    distance = _words_apart(a, b, (*_KIND, *_SHARDED))
-    for name, length in (*_LENGTHS.items(), ("gpus", shared.gpus)):
-        left, right = (np.log2(np.maximum(_feature(c, name), 1e-9)) for c in (a, b))
-        distance += ((left[:, None] - right[None, :]) / length) ** 2
-    return np.asarray(np.exp(-distance / 2))
+@dataclass(frozen=True)
+class Apart:
+    """How unlike setups are, as squared distances for each pair: by their GPUs, by their kind of work, by the rest.
+
+    uncalibrated: the covariance that setups have which no published row is about.
+    """
+
+    gpus: Array
+    kind: Array
+    rest: Array
+    uncalibrated: Array
+
+    def covariance(self, shared: Shared) -> Array:
+        """Of what the model gets wrong in the same way for two setups.
+
+        One part is shared by setups that are alike in everything, another by all work of one kind: the same precision,
+        recomputation, adapters and compiler, whatever the model and the layout are.
+        """
+        alike = np.exp(-(self.gpus / shared.gpus**2 + self.rest) / 2)
+        return np.asarray((shared.setup**2 + self.uncalibrated) * alike + shared.kind**2 * np.exp(-self.kind / 2))
+
+
+def apart(a: Columns, b: Columns) -> Apart:
+    kind = _words_apart(a, b, _KIND)
+    rest = kind + _words_apart(a, b, _SHARDED)
+    for name, length in _LENGTHS.items():
+        rest += (_doublings(a, b, name) / length) ** 2
+    uncalibrated = UNCALIBRATED**2 * _uncalibrated(a)[:, None] * _uncalibrated(b)[None, :]
+    return Apart(_doublings(a, b, "gpus") ** 2, kind, rest, uncalibrated)
+
+
+def _doublings(a: Columns, b: Columns, name: str) -> Array:
+    left, right = (np.log2(np.maximum(_feature(c, name), 1e-9)) for c in (a, b))
+    return np.asarray(left[:, None] - right[None, :])
 
 
 def _words_apart(a: Columns, b: Columns, names: Sequence[str]) -> Array:
-    distance = np.zeros((len(a["gpus"]), len(b["gpus"])))
-    for name in names:
-        distance += (a[name][:, None] != b[name][None, :]) * _WORD
-    return distance
+    return np.asarray(sum((a[name][:, None] != b[name][None, :]) * _WORD for name in names))
 
 
 def shared_error(shared: Shared, a: Columns, b: Columns) -> Array:
-    """Covariance of what the model gets wrong in the same way for two setups.
-
-    One part is shared by setups that are alike in everything, another by all work of one kind: the same precision,
-    recomputation, adapters and compiler, whatever the model and the layout are.
-    """
-    own = shared.setup**2 + UNCALIBRATED**2 * _uncalibrated(a)[:, None] * _uncalibrated(b)[None, :]
-    kind = shared.kind**2 * np.exp(-_words_apart(a, b, _KIND) / 2)
-    return np.asarray(own * similarity(shared, a, b) + kind)
+    """Covariance of what the model gets wrong in the same way for two setups."""
+    return apart(a, b).covariance(shared)
 
 
 def _uncalibrated(c: Columns) -> Array:

@@ -44,7 +44,7 @@ OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.
 COMPILED_EXPANSION = 1.5
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
 # inside a node, `network` between nodes.
-OFFSETS = ("level", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
+OFFSETS = ("level", "attention", "memory", "eight_bit", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
 
 
 def columns(setups: Sequence[Setup]) -> dict[str, Array]:
@@ -130,10 +130,12 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     """Seconds of each of `PARTS` for each setup; their sum is the step time."""
     shift = {name: np.asarray(0.0) for name in OFFSETS} | {k: np.asarray(v) for k, v in (offsets or {}).items()}
     slower = np.exp(shift["level"] + sum(c[name] * p[name] for name in FAMILIES))
-    layer = {name: value * slower for name, value in _layer(c, p).items()}
+    kernels = {"products": 1.0, "attention": np.exp(shift["attention"]), "memory-bound": np.exp(shift["memory"])}
+    layer = {name: value * slower * kernels[name] for name, value in _layer(c, p, shift).items()}
     layers = c["layers"] / c["pp"]
     tensor = _tensor_parallel(c, p, shift)
-    head_products, head_memory = (value * slower for value in _head(c, p))
+    head_products, head_memory = (value * slower for value in _head(c, p, shift))
+    head_memory = head_memory * kernels["memory-bound"]
     gpu_s = sum(layer.values()) + tensor
     passes = 2 + c["full"]
     launch_s = (
@@ -189,15 +191,17 @@ def _efficiency(c: Columns, p: Mapping[str, float]) -> Array:
     return np.asarray(np.exp(p["efficiency"] + generation))
 
 
-def _product(c: Columns, p: Mapping[str, float], tokens: Array, weights: Array, moved: Array) -> Array:
+def _product(
+    c: Columns, p: Mapping[str, float], shift: Mapping[str, Array], tokens: Array, weights: Array, moved: Array
+) -> Array:
     """Seconds of one product with this many weights: arithmetic, and operands through memory."""
-    fp8 = 1 + c["fp8"] * np.exp(p["fp8_gain"] + c["fp8_rowwise"] * p["fp8_rowwise"])
+    fp8 = 1 + c["fp8"] * np.exp(p["fp8_gain"] + c["fp8_rowwise"] * p["fp8_rowwise"] - shift["eight_bit"])
     return np.asarray(
         2 * tokens * weights / (_efficiency(c, p) * c["flops"] * fp8) + np.exp(p["kappa"]) * 2 * moved / c["hbm"]
     )
 
 
-def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
+def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> dict[str, Array]:
     """Seconds of one layer and one micro batch, forward, backward and recomputation together."""
     tokens, tp, h = c["micro_batch"] * c["sequence"] / c["cp"], c["tp"], c["hidden"]
     joined = c["attention_width"] + 2 * c["kv_width"]
@@ -209,7 +213,7 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     # The last product of a layer, from the wide state of the MLP, where recomputation stops before it.
     last = c["stops_early"] * c["ffn"] * h / tp / weights
     repeated = c["full"] * (1 - last) + c["selective"] * _sigmoid(p["selective"])
-    products = _product(c, p, tokens, weights, moved) * (1 + backward + repeated)
+    products = _product(c, p, shift, tokens, weights, moved) * (1 + backward + repeated)
     scores = 4 * tokens * c["seen"] * c["attention_width"] / tp
     # Longer sequences and wider heads keep the tensor cores busier.
     length, width = np.log(np.minimum(c["seen"], 32768) / 4096), np.log(c["attention_width"] / c["heads"] / 128)
@@ -239,12 +243,12 @@ def _updates(c: Columns, p: Mapping[str, float], weights: Array) -> Array:
     return np.asarray(np.exp(p["weight_traffic"]) * c["weight_bytes"] * weights / c["hbm"])
 
 
-def _head(c: Columns, p: Mapping[str, float]) -> tuple[Array, Array]:
+def _head(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> tuple[Array, Array]:
     """Seconds of the output head of one micro batch: products, and the softmax through memory."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     weights = c["hidden"] * c["vocab"] / c["tp"]
     sixteen = {**c, "fp8": 0 * c["fp8"]}
-    products = 3 * _product(sixteen, p, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
+    products = 3 * _product(sixteen, p, shift, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
     logits = np.exp(p["logit_bytes"]) * _fusion(c, p) * tokens * c["vocab"] / c["tp"] / c["hbm"]
     return products, logits + _updates(c, p, weights)
 
