@@ -47,6 +47,9 @@ NORMAL_90 = 1.645
 # How many anchors the covariance itself is worth when anchors say that it is too large or too small (degrees of freedom
 # of a Student-t process). From 4 to 20 the intervals with four anchors differ by 0.2 points.
 PRIOR_ANCHORS = 8.0
+# Degrees of freedom of what a single anchor may differ from all others: heavy tails, so that an odd run counts less.
+ANCHOR_TAILS = 4.0
+_DOUBTS = 10
 # Added for a CPU, for offload to one and for mixtures of experts, which no published row is about: an assumption.
 UNCALIBRATED = 0.3
 
@@ -194,22 +197,45 @@ def predict_columns(
     observations: Sequence[Observation] = (),
 ) -> tuple[Array, Array]:
     """(mean, sd) of the logarithm of the step time of each setup, given anchors."""
-    count = len(log_step)
-    factor: float | Array = scale_for(fitted, count + len(observations))
+    factor: float | Array = scale_for(fitted, len(log_step) + len(observations))
+    if anchors is not None:
+        factor = factor * surprise(fitted, anchors, log_step, sd, observations)
+        sd = doubted(fitted, anchors, log_step, sd, observations)
     known = posterior(fitted, anchors, log_step, sd, observations)
     mean, slopes = known.log_step(c), known.slopes(c)
     shared = fitted.shared.setup**2 + fitted.shared.kind**2 + (UNCALIBRATED * _uncalibrated(c)) ** 2
-    if anchors is not None and count:
+    if anchors is not None:
         across = shared_error(fitted.shared, c, anchors)
         inside = shared_error(fitted.shared, anchors, anchors) + np.diag(sd**2)
         solved = np.linalg.solve(inside, across.T)
         mean = mean + solved.T @ known.residuals
         slopes = slopes - solved.T @ known.slopes(anchors)
         shared = np.maximum(shared - np.einsum("ij,ji->i", across, solved), 0)
-        factor = factor * surprise(fitted, anchors, log_step, sd, observations)
     variance = np.einsum("ij,jk,ik->i", slopes, known.covariance, slopes)
     factor = factor * np.where(c["peft"] > 0, fitted.tuned_scale, 1.0)
     return mean, factor * np.sqrt(variance + shared + fitted.noise**2)
+
+
+def doubted(
+    fitted: Fitted, anchors: Columns, log_step: Array, sd: Array, observations: Sequence[Observation] = ()
+) -> Array:
+    """The spread of each anchor, larger where it is far from what the others say of it.
+
+    Weights of a Student-t distribution: an anchor of weight w has a variance of its own of (1 / w - 1) times what
+    similar setups share.
+    """
+    if len(log_step) < 2:
+        return sd
+    off = log_step - posterior(fitted, None, log_step, sd, observations).log_step(anchors)
+    expected = expected_covariance(fitted, anchors, observations) + shared_error(fitted.shared, anchors, anchors)
+    own = np.zeros(len(sd))
+    for _ in range(_DOUBTS):
+        inverse = np.linalg.inv(expected + np.diag(sd**2 + own))
+        from_others = (inverse @ off) / np.diag(inverse)
+        expected_square = 1 / np.diag(inverse) - own
+        weight = (ANCHOR_TAILS + 1) / (ANCHOR_TAILS + from_others**2 / expected_square)
+        own = (own + fitted.shared.setup**2 * (1 / np.minimum(weight, 1) - 1)) / 2
+    return np.asarray(np.sqrt(sd**2 + own))
 
 
 def surprise(
