@@ -39,7 +39,7 @@ MOST_ROWS = {"vtrain-single": 30.0}
 EVERY = {"vtrain-single": 20}
 # Two revisions of one benchmark page, and the programs of one collection, are one source when one is left out.
 SAME_SOURCE = {"llm-foundry-superseded": "llm-foundry", "dgxc/maxtext": "dgxc", "dgxc/paxml": "dgxc"}
-_DRAWS = 6
+_DRAWS = 30
 # Parameters that only fine-tuning programs have.
 TUNED = ("peft", "peft_launch", "expand")
 # Two setups are alternatives if they train the same model on the same GPUs with the same sequence and precision.

@@ -290,6 +290,8 @@ def setup_of(
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
     # Adapters are trained by other programs than whole models.
     program, default_shard = published.software("peft" if software == "generic" and method != "full" else software)
+    if program.name == "paceline" and shard in ("zero1", "zero2"):
+        program = published.with_deepspeed(program, int(shard[-1]))
     link, node = hardware.network(interconnect)
     require(not interconnect or (link or node) is not None, "--interconnect", interconnect, "a link or network by name")
     # What a user did not ask for must not be refused: the default is a multiple of the ranks.

@@ -42,6 +42,10 @@ OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.
 # Time of expanding 4-bit weights in compiled blocks, relative to the least traffic: 5.3 ms for Mistral-7B on one H200
 # (docs/measured/h200-finetune). No published row does it.
 COMPILED_EXPANSION = 1.5
+# Of a mixture of experts, in both passes: times that the rows of the experts and those of the tokens go through memory,
+# and bytes per token and expert of the routing, for all and for each chosen one. Counted operation by operation in our
+# own layer without its products (docs/moe.md); nothing of it is fitted.
+MIXTURE_ROWS, MIXTURE_TOKENS, MIXTURE_ROUTING, MIXTURE_CHOICE = 17.0, 9.0, 120.0, 80.0
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
 # inside a node, `network` between nodes.
 OFFSETS = ("level", "attention", "memory", "eight_bit", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
@@ -98,6 +102,9 @@ def _numbers(one: Setup) -> dict[str, float]:
         "amd": gpu.generation == "cdna3",
         "offload": one.offload,
         "mixture": bool(shape.experts),
+        "experts": shape.experts or 0,
+        "chosen": shape.experts_per_token or 1,
+        "tensors": len(arithmetic.tensor_sizes(shape)),
         "pcie": hardware.host_rates(gpu)[0],
         "host": hardware.host_rates(gpu)[1],
         "cpu": gpu.generation == "cpu",
@@ -119,6 +126,9 @@ def _numbers(one: Setup) -> dict[str, float]:
         "stops_early": software.stops_early,
         "weight_bytes": 0.0 if adapted else software.weight_bytes,
         "bucket_bytes": software.bucket_bytes,
+        "update_bytes": software.update_bytes or 0.0,
+        "host_update": software.host_update_s,
+        "host_pass": software.host_pass_s,
     }
 
 
@@ -155,7 +165,8 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     # Zero stages split the update over the data-parallel ranks; a hybrid over one node.
     ranks = c["dp"] * c["cp"]
     split = np.where(c["zero1"] + c["zero3"] > 0, ranks, np.where(c["hybrid"] > 0, np.minimum(ranks, c["per_node"]), 1))
-    optimizer = np.where(c["offload"] > 0, 0.0, np.exp(p["optimizer_bytes"]) * own / split / c["hbm"])
+    update_bytes = np.where(c["update_bytes"] > 0, c["update_bytes"], np.exp(p["optimizer_bytes"]))
+    optimizer = np.where(c["offload"] > 0, 0.0, update_bytes * own / split / c["hbm"])
     scale = batches * layers * jitter
     return {
         "products": scale * layer["products"] + batches * head_products * jitter,
@@ -167,7 +178,7 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
         "data parallel (exposed)": exposed + gathered,
         "optimizer": optimizer,
         "offload": _offload(c, stage + head_products + head_memory),
-        "other": np.exp(p["constant"]) * (1 - c["queued"]),
+        "other": np.exp(p["constant"]) * (1 - c["queued"]) + _host(c, batches, stage + head_products + head_memory),
     }
 
 
@@ -207,7 +218,9 @@ def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> di
     joined = c["attention_width"] + 2 * c["kv_width"]
     wide = c["gated"] * c["ffn"]
     weights = (h * joined + c["attention_width"] * h + h * wide + c["ffn"] * h) / tp
-    moved = weights + tokens * (4 * h + (joined + c["attention_width"] + wide + c["ffn"]) / tp)
+    # A token meets the chosen experts only, but every micro batch reads all of them.
+    idle = np.maximum(c["experts"] / c["chosen"] - 1, 0) * (wide + c["ffn"]) * h / tp
+    moved = weights + idle + tokens * (4 * h + (joined + c["attention_width"] + wide + c["ffn"]) / tp)
     # Frozen weights need no gradient: two passes instead of three.
     backward = 2 - c["adapted"]
     # The last product of a layer, from the wide state of the MLP, where recomputation stops before it.
@@ -226,7 +239,8 @@ def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> di
     split = np.where(c["sequence_parallel"] > 0, tp, 1)
     # Norms read and write the hidden state twice, residuals read it four times and write it twice.
     elementwise = 2 * tokens * (10 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
-    elementwise = elementwise * _fusion(c, p) * (2.5 + c["full"])
+    elementwise = elementwise * (2.5 + c["full"]) + np.exp(p["elementwise"]) * _mixture(c, tokens) / c["hbm"]
+    elementwise = elementwise * _fusion(c, p)
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
     # Paceline's compiled blocks have a kernel of their own, and what they expand serves recomputation and gradients.
     expansions = np.where(c["compiled"] > 0, 2 * COMPILED_EXPANSION, np.exp(p["expand"]) * (2 + c["full"]))
@@ -234,7 +248,7 @@ def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> di
     return {
         "products": products,
         "attention": np.where(c["fused"] > 0, fused, unfused),
-        "memory-bound": elementwise + expanded + _updates(c, p, weights),
+        "memory-bound": elementwise + expanded + _updates(c, p, weights + idle),
     }
 
 
@@ -256,6 +270,23 @@ def _head(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> tup
 def _fusion(c: Columns, p: Mapping[str, float]) -> Array:
     """Elementwise traffic relative to hand-written fused kernels: more in plain PyTorch, less after a compiler."""
     return np.asarray(np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"])))
+
+
+def _mixture(c: Columns, tokens: Array) -> Array:
+    """Bytes of one layer of a mixture of experts besides its products: rows copied in the order of their experts and
+    back, weighted and added up, and the routing."""
+    rows = 2 * c["hidden"] * (MIXTURE_ROWS * c["chosen"] + MIXTURE_TOKENS)
+    routing = c["experts"] * (MIXTURE_ROUTING + MIXTURE_CHOICE * c["chosen"])
+    return np.asarray(c["mixture"] * tokens * (rows + routing))
+
+
+def _host(c: Columns, batches: Array, batch: Array) -> Array:
+    """Seconds per step that the GPU waits for what the host does for each tensor. batch: the compute of a micro batch,
+    of which the forward pass is a third, or a quarter with recomputation."""
+    tensors, forward = c["tensors"] / c["pp"], batch / (3 + c["full"])
+    late = np.maximum(c["host_pass"] * tensors - forward, 0)
+    late = late + np.maximum((1 + c["full"]) * c["host_pass"] * tensors - (batch - forward), 0)
+    return np.asarray(c["host_update"] * tensors + batches * late)
 
 
 # --- offload ---
