@@ -139,13 +139,14 @@ def _feature(c: Columns, name: str) -> Array:
 class Posterior:
     """What is known of a cluster: its offsets, the parameters as they are there, and the covariance of both together.
 
-    residuals: what they do not explain of the anchors.
+    residuals: what they do not explain of the anchors. sd: the spread of each anchor, larger for those that are doubted.
     """
 
     shift: dict[str, float]
     values: dict[str, float]
     covariance: Array
     residuals: Array
+    sd: Array
 
     def log_step(self, c: Columns) -> Array:
         return np.asarray(np.log(step_time(c, self.values, self.shift)))
@@ -169,12 +170,14 @@ def posterior(
     centre = np.concatenate([pulled / precision, list(fitted.values.values())])
 
     def at(state: Array, covariance: Array, residuals: Array) -> Posterior:
-        shift, values = (dict(zip(k, map(float, v), strict=True)) for k, v in ((OFFSETS, state[:count]), (names, state[count:])))
-        return Posterior(shift, values, covariance, residuals)
+        shift = dict(zip(OFFSETS, map(float, state[:count]), strict=True))
+        values = dict(zip(names, map(float, state[count:]), strict=True))
+        return Posterior(shift, values, covariance, residuals, sd)
 
     state = centre
     if c is None or not len(log_step):
         return at(state, prior, log_step)
+    sd = _doubted(fitted, c, log_step, sd, observations)
     noise = shared_error(fitted.shared, c, c) + np.diag(sd**2)
     for _ in range(6):
         now = at(state, prior, log_step)
@@ -200,13 +203,12 @@ def predict_columns(
     factor: float | Array = scale_for(fitted, len(log_step) + len(observations))
     if anchors is not None:
         factor = factor * surprise(fitted, anchors, log_step, sd, observations)
-        sd = doubted(fitted, anchors, log_step, sd, observations)
     known = posterior(fitted, anchors, log_step, sd, observations)
     mean, slopes = known.log_step(c), known.slopes(c)
     shared = fitted.shared.setup**2 + fitted.shared.kind**2 + (UNCALIBRATED * _uncalibrated(c)) ** 2
     if anchors is not None:
         across = shared_error(fitted.shared, c, anchors)
-        inside = shared_error(fitted.shared, anchors, anchors) + np.diag(sd**2)
+        inside = shared_error(fitted.shared, anchors, anchors) + np.diag(known.sd**2)
         solved = np.linalg.solve(inside, across.T)
         mean = mean + solved.T @ known.residuals
         slopes = slopes - solved.T @ known.slopes(anchors)
@@ -216,8 +218,8 @@ def predict_columns(
     return mean, factor * np.sqrt(variance + shared + fitted.noise**2)
 
 
-def doubted(
-    fitted: Fitted, anchors: Columns, log_step: Array, sd: Array, observations: Sequence[Observation] = ()
+def _doubted(
+    fitted: Fitted, anchors: Columns, log_step: Array, sd: Array, observations: Sequence[Observation]
 ) -> Array:
     """The spread of each anchor, larger where it is far from what the others say of it.
 

@@ -116,8 +116,8 @@ def predict(
     fit, c = fitted or load(), columns(setups)
     anchored, log_step, sd = anchor_columns(anchors)
     mean, spread = predict_columns(fit, c, anchored, log_step, sd, observations=observations)
-    shift, _, _ = posterior(fit, anchored or c, log_step, sd, observations)
-    found = parts(c, fit.values, shift)
+    known = posterior(fit, anchored, log_step, sd, observations)
+    found = parts(c, known.values, known.shift)
     whole = np.asarray(sum(found.values()))
     version = str(fit.provenance.get("version", "unknown"))
     return [
