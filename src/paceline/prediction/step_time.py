@@ -140,12 +140,10 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     """Seconds of each of `PARTS` for each setup; their sum is the step time."""
     shift = {name: np.asarray(0.0) for name in OFFSETS} | {k: np.asarray(v) for k, v in (offsets or {}).items()}
     slower = np.exp(shift["level"] + sum(c[name] * p[name] for name in FAMILIES))
-    kernels = {"products": 1.0, "attention": np.exp(shift["attention"]), "memory-bound": np.exp(shift["memory"])}
-    layer = {name: value * slower * kernels[name] for name, value in _layer(c, p, shift).items()}
+    layer = {name: value * slower for name, value in _layer(c, p, shift).items()}
     layers = c["layers"] / c["pp"]
     tensor = _tensor_parallel(c, p, shift)
     head_products, head_memory = (value * slower for value in _head(c, p, shift))
-    head_memory = head_memory * kernels["memory-bound"]
     gpu_s = sum(layer.values()) + tensor
     passes = 2 + c["full"]
     launch_s = (
@@ -240,14 +238,14 @@ def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> di
     # Norms read and write the hidden state twice, residuals read it four times and write it twice.
     elementwise = 2 * tokens * (10 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
     elementwise = elementwise * (2.5 + c["full"]) + np.exp(p["elementwise"]) * _mixture(c, tokens) / c["hbm"]
-    elementwise = elementwise * _fusion(c, p)
+    elementwise = elementwise * _fusion(c, p, shift)
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
     # Paceline's compiled blocks have a kernel of their own, and what they expand serves recomputation and gradients.
     expansions = np.where(c["compiled"] > 0, 2 * COMPILED_EXPANSION, np.exp(p["expand"]) * (2 + c["full"]))
     expanded = c["quantised"] * expansions * 2.5 * weights / c["hbm"]
     return {
         "products": products,
-        "attention": np.where(c["fused"] > 0, fused, unfused),
+        "attention": np.where(c["fused"] > 0, fused, unfused) * np.exp(shift["attention"]),
         "memory-bound": elementwise + expanded + _updates(c, p, weights + idle),
     }
 
@@ -263,13 +261,14 @@ def _head(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> tup
     weights = c["hidden"] * c["vocab"] / c["tp"]
     sixteen = {**c, "fp8": 0 * c["fp8"]}
     products = 3 * _product(sixteen, p, shift, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
-    logits = np.exp(p["logit_bytes"]) * _fusion(c, p) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+    logits = np.exp(p["logit_bytes"]) * _fusion(c, p, shift) * tokens * c["vocab"] / c["tp"] / c["hbm"]
     return products, logits + _updates(c, p, weights)
 
 
-def _fusion(c: Columns, p: Mapping[str, float]) -> Array:
+def _fusion(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> Array:
     """Elementwise traffic relative to hand-written fused kernels: more in plain PyTorch, less after a compiler."""
-    return np.asarray(np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"])))
+    traits = np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"]))
+    return np.asarray(traits * np.exp(shift["memory"]))
 
 
 def _mixture(c: Columns, tokens: Array) -> Array:
