@@ -290,8 +290,6 @@ def setup_of(
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
     # Adapters are trained by other programs than whole models.
     program, default_shard = published.software("peft" if software == "generic" and method != "full" else software)
-    if program.name == "paceline" and shard in ("zero1", "zero2"):
-        program = published.with_deepspeed(program, int(shard[-1]))
     link, node = hardware.network(interconnect)
     require(not interconnect or (link or node) is not None, "--interconnect", interconnect, "a link or network by name")
     # What a user did not ask for must not be refused: the default is a multiple of the ranks.
@@ -341,7 +339,13 @@ def _completed(
     sizes = [micro] if micro else [n for n in (1, 2, 4, 8, 16) if per_rank % n == 0]
     require(per_rank % sizes[0] == 0, "--micro-batch", micro, f"a divisor of {per_rank} sequences per rank")
     options = [
-        base.replaced(shard=shard, checkpointing=recompute, micro_batch=size, micro_batches=per_rank / size)
+        base.replaced(
+            shard=shard,
+            software=published.sharded(base.software, shard),
+            checkpointing=recompute,
+            micro_batch=size,
+            micro_batches=per_rank / size,
+        )
         for recompute in ((checkpointing,) if checkpointing else ("none", "selective", "full"))
         for shard in shards
         for size in sizes

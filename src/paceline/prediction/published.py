@@ -74,6 +74,12 @@ def with_deepspeed(program: Software, stage: int) -> Software:
     return dataclasses.replace(program, host_update_s=update, host_pass_s=each_pass)
 
 
+def sharded(program: Software, shard: str) -> Software:
+    """The program as it shards so: ZeRO-1 and ZeRO-2 of Paceline are DeepSpeed's."""
+    by_deepspeed = program.name == "paceline" and shard in ("zero1", "zero2")
+    return with_deepspeed(program, int(shard[-1])) if by_deepspeed else program
+
+
 def read(path: Path) -> list[Row]:
     """Every row that can be predicted and has a measurement; the others are left out."""
     with path.open(encoding="utf-8", newline="") as file:

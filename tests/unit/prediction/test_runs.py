@@ -15,7 +15,7 @@ from paceline.campaign.run import forecast
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.prediction import experiment_file, hardware, parameters, runs, scoring, stored
-from paceline.prediction.predict import predict
+from paceline.prediction.predict import predict, setup_of
 from paceline.prediction.step_time import columns, parts
 from paceline.report.sections import sections
 from paceline.results.records import CollectiveSample, KernelSample
@@ -50,6 +50,16 @@ def test_deepspeed_adds_work_of_the_host_for_each_tensor(make_spec: Any) -> None
     short, long = (host_ms("zero:stage=3", micro_batch=n) for n in (8, 512))
     assert long == pytest.approx(148 * 0.125)
     assert short > long + 100
+    one = setup_of("gpt2-124m", "h200", 8, software="paceline", shard="zero2")
+    assert one.software.host_update_s > 0
+    assert setup_of("gpt2-124m", "h200", 8, software="paceline", shard="zero3").software.host_update_s == 0
+
+
+def test_stages_of_deepspeed_on_one_gpu_are_different_predictions(make_spec: Any) -> None:
+    gpu = hardware.accelerator("h200")
+    found = [runs.setup_of_spec(make_spec(name, world_size=1, **GPT), gpu) for name in ("ddp", "fsdp2", "zero:stage=2")]
+    first, second, deepspeed = (stored.key(one) for one in found if one is not None)
+    assert first == second != deepspeed
 
 
 def test_a_mesh_is_a_setup_and_a_setup_is_a_mesh(make_spec: Any) -> None:
