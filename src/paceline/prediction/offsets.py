@@ -139,7 +139,7 @@ def _feature(c: Columns, name: str) -> Array:
 class Posterior:
     """What is known of a cluster: its offsets, the parameters as they are there, and the covariance of both together.
 
-    residuals: what they do not explain of the anchors. sd: the spread of each anchor, larger for those that are doubted.
+    residuals: what they do not explain of the anchors. sd: the spread of each anchor, larger for odd ones.
     """
 
     shift: dict[str, float]

@@ -62,9 +62,9 @@ def software(name: str) -> tuple[Software, str]:
     return Software(name=known, **row), table[known].get("shard", "none")
 
 
-# Seconds of the host for each tensor in the ZeRO of DeepSpeed 0.19.8, by stage: after the backward pass, and in each pass, where
-# stage 3 gathers and releases each weight. From gpt2-124m on one H200 (docs/measured/h200): 148 tensors, and the phases
-# of the step against those of DDP.
+# Seconds of the host for each tensor in the ZeRO of DeepSpeed 0.19.8, by stage: after the backward pass, and in each
+# pass, where stage 3 gathers and releases each weight. From gpt2-124m on one H200 (docs/measured/h200): 148 tensors,
+# and the phases of the step against those of DDP.
 _ZERO_HOST = {1: (27e-6, 0.0), 2: (0.20e-3, 0.0), 3: (0.125e-3, 0.6e-3)}
 
 

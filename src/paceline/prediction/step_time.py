@@ -20,6 +20,8 @@ from paceline.prediction.setup import Setup
 
 Array = NDArray[np.float64]
 Columns = Mapping[str, Array]
+# Of the parameters: one number each, or an array that is broadcast over the setups.
+Values = Mapping[str, float | Array]
 
 PARTS = (
     "products",
@@ -44,7 +46,7 @@ OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.
 COMPILED_EXPANSION = 1.5
 # Of a mixture of experts, in both passes: times that the rows of the experts and those of the tokens go through memory,
 # and bytes per token and expert of the routing, for all and for each chosen one. Counted operation by operation in our
-# own layer without its products (docs/moe.md); nothing of it is fitted.
+# own layer without its products (docs/prediction.md); nothing of it is fitted.
 MIXTURE_ROWS, MIXTURE_TOKENS, MIXTURE_ROUTING, MIXTURE_CHOICE = 17.0, 9.0, 120.0, 80.0
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
 # inside a node, `network` between nodes.
@@ -136,7 +138,7 @@ def _sigmoid(x: Array | float) -> Array:
     return np.asarray(1 / (1 + np.exp(-np.asarray(x, dtype=float))))
 
 
-def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | float] | None = None) -> dict[str, Array]:
+def parts(c: Columns, p: Values, offsets: Mapping[str, Array | float] | None = None) -> dict[str, Array]:
     """Seconds of each of `PARTS` for each setup; their sum is the step time."""
     shift = {name: np.asarray(0.0) for name in OFFSETS} | {k: np.asarray(v) for k, v in (offsets or {}).items()}
     slower = np.exp(shift["level"] + sum(c[name] * p[name] for name in FAMILIES))
@@ -180,7 +182,7 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     }
 
 
-def step_time(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | float] | None = None) -> Array:
+def step_time(c: Columns, p: Values, offsets: Mapping[str, Array | float] | None = None) -> Array:
     """Seconds of one optimizer step for each setup."""
     return np.asarray(sum(parts(c, p, offsets).values()))
 
@@ -188,7 +190,7 @@ def step_time(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | 
 # --- compute ---
 
 
-def _efficiency(c: Columns, p: Mapping[str, float]) -> Array:
+def _efficiency(c: Columns, p: Values) -> Array:
     """Share of the vendor's 16-bit peak that large products reach."""
     generation = (
         np.log(c["matmul_ratio"])
@@ -200,9 +202,7 @@ def _efficiency(c: Columns, p: Mapping[str, float]) -> Array:
     return np.asarray(np.exp(p["efficiency"] + generation))
 
 
-def _product(
-    c: Columns, p: Mapping[str, float], shift: Mapping[str, Array], tokens: Array, weights: Array, moved: Array
-) -> Array:
+def _product(c: Columns, p: Values, shift: Mapping[str, Array], tokens: Array, weights: Array, moved: Array) -> Array:
     """Seconds of one product with this many weights: arithmetic, and operands through memory."""
     fp8 = 1 + c["fp8"] * np.exp(p["fp8_gain"] + c["fp8_rowwise"] * p["fp8_rowwise"] - shift["eight_bit"])
     return np.asarray(
@@ -210,7 +210,7 @@ def _product(
     )
 
 
-def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> dict[str, Array]:
+def _layer(c: Columns, p: Values, shift: Mapping[str, Array]) -> dict[str, Array]:
     """Seconds of one layer and one micro batch, forward, backward and recomputation together."""
     tokens, tp, h = c["micro_batch"] * c["sequence"] / c["cp"], c["tp"], c["hidden"]
     joined = c["attention_width"] + 2 * c["kv_width"]
@@ -250,12 +250,12 @@ def _layer(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> di
     }
 
 
-def _updates(c: Columns, p: Mapping[str, float], weights: Array) -> Array:
+def _updates(c: Columns, p: Values, weights: Array) -> Array:
     """Seconds in which weights are cast and gradients are added up or copied, for one micro batch."""
     return np.asarray(np.exp(p["weight_traffic"]) * c["weight_bytes"] * weights / c["hbm"])
 
 
-def _head(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> tuple[Array, Array]:
+def _head(c: Columns, p: Values, shift: Mapping[str, Array]) -> tuple[Array, Array]:
     """Seconds of the output head of one micro batch: products, and the softmax through memory."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     weights = c["hidden"] * c["vocab"] / c["tp"]
@@ -265,7 +265,7 @@ def _head(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> tup
     return products, logits + _updates(c, p, weights)
 
 
-def _fusion(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> Array:
+def _fusion(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
     """Elementwise traffic relative to hand-written fused kernels: more in plain PyTorch, less after a compiler."""
     traits = np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"]))
     return np.asarray(traits * np.exp(shift["memory"]))
@@ -309,9 +309,7 @@ def _offload(c: Columns, batch: Array) -> Array:
 # --- communication ---
 
 
-def _ring(
-    c: Columns, p: Mapping[str, float], shift: Mapping[str, Array], ranks: Array, inner: Array
-) -> tuple[Array, Array]:
+def _ring(c: Columns, p: Values, shift: Mapping[str, Array], ranks: Array, inner: Array) -> tuple[Array, Array]:
     """(seconds per byte, seconds per message) of a ring over this many ranks, which are `inner` apart in a node."""
     local = np.clip(np.floor(c["per_node"] / inner), 1, ranks)
     nodes = np.ceil(ranks / local)
@@ -323,7 +321,7 @@ def _ring(
     return np.asarray(1 / bandwidth), np.asarray(hops)
 
 
-def _tensor_parallel(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> Array:
+def _tensor_parallel(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
     """Exposed seconds per layer and micro batch of tensor and context parallelism."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     per_byte, latency = _ring(c, p, shift, c["tp"], np.ones_like(c["tp"]))
@@ -338,7 +336,7 @@ def _tensor_parallel(c: Columns, p: Mapping[str, float], shift: Mapping[str, Arr
     return np.asarray(tensor + context)
 
 
-def _boundary(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> Array:
+def _boundary(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
     """Exposed seconds of the transfers between pipeline stages, per micro batch."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     size = 2 * tokens * c["hidden"] / np.where(c["sequence_parallel"] > 0, c["tp"], 1)
@@ -349,7 +347,7 @@ def _boundary(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) ->
 
 
 def _data_parallel(
-    c: Columns, p: Mapping[str, float], shift: Mapping[str, Array], batch: Array, backward: Array
+    c: Columns, p: Values, shift: Mapping[str, Array], batch: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Exposed seconds per step: of gradients that are reduced once, and of weights gathered for every micro batch."""
     ranks = c["dp"] * c["cp"]
