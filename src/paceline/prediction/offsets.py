@@ -7,10 +7,11 @@ Before anything is measured, the logarithm of a step time has a mean (the physic
     K         what the model gets wrong in the same way for similar setups (`shared_error`)
     N         noise of each measurement
 
-Anchors are measurements of some setups. Offsets are their most probable values given the anchors (Gauss-Newton);
-what remains of the anchors' residuals is shared with similar setups. Anchors that lie closer to the zero-shot
-prediction than this covariance expects make all intervals narrower, and wider otherwise (`surprise`). With no anchors
-this is the zero-shot prediction.
+Anchors are measurements of some setups. Offsets and parameters are their most probable values given the anchors
+(Gauss-Newton; an anchor far from what the others say of it counts less, as with Student-t noise). What remains of the
+anchors' residuals is shared with similar setups. Anchors that lie closer to the zero-shot prediction than this
+covariance expects make all intervals narrower, and wider otherwise (`surprise`). With no anchors this is the zero-shot
+prediction.
 """
 
 from __future__ import annotations
