@@ -130,6 +130,7 @@ def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: A
     assert len(found.pairs) == 1
     assert found.pairs[0].stored
     assert found.pairs[0].predicted_s == row["step_time_s"]["value"]  # the oldest one, made before looking
+    assert not scoring.score_runs(stored.read(tmp_path), [replace(record, started_at=40.0)]).pairs[0].stored
 
 
 def test_a_compiled_run_has_a_prediction_of_its_own(make_spec: Any) -> None:
