@@ -160,7 +160,7 @@ def lines(found: Scored) -> list[str]:
     now = sum(not one.stored for one in found.pairs)
     if now:
         text.append(
-            f"{now} of them had no stored prediction from before the run and were predicted now, from their specification alone."
+            f"{now} of them had no prediction that is older than the run: predicted now, from the specification."
         )
     if total:
         text.append(f"{right} of {total} pairs of alternatives are ordered right.")
