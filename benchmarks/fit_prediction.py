@@ -69,7 +69,7 @@ def provenance(table: Path, rows: Sequence[Row]) -> dict[str, object]:
     counts = collections.Counter(one.source for one in rows)
     return {
         "script": "benchmarks/fit_prediction.py",
-        "version": "6",
+        "version": "7",
         "table": table.name,
         "table_sha256": hashlib.sha256(table.read_bytes()).hexdigest(),
         "rows": len(rows),

@@ -169,11 +169,17 @@ def _measure(arguments: argparse.Namespace, known: Known, decision: Decision) ->
 
     Predictions learn from the runs. If they then expect a layout that was not run to be faster, it is run as well.
     """
-    from paceline.prediction import choosing, experiment_file
+    from paceline.campaign.run import forecast
+    from paceline.prediction import choosing, experiment_file, hardware
 
     kinds = words_of(arguments.gpu)
     require(len(kinds) == 1, "--measure", ",".join(kinds), "one kind of GPU: the launcher decides where runs go")
     proposed = [one.prediction.setup for one in (decision.to_measure or decision.options[:1])]
+    gpu = proposed[0].gpu
+    if arguments.launcher in (None, "local") and gpu.name != hardware.CPU:
+        here = forecast.gpu_here(None)
+        expected = f"a machine with {gpu.gpu}; this one has {here.gpu if here else 'none'}, and --launcher names others"
+        require(here is not None and here.gpu == gpu.gpu, "--measure", gpu.name, expected)
     candidates = [one for one in proposed if experiment_file.runnable(one) is None]
     if not candidates:
         reason = experiment_file.runnable(proposed[0])

@@ -20,6 +20,8 @@ from paceline.prediction.offsets import (
     MEASURED,
     NORMAL_90,
     PRIOR_ANCHORS,
+    Apart,
+    apart,
     expected_covariance,
     predict_columns,
     shared_error,
@@ -27,7 +29,7 @@ from paceline.prediction.offsets import (
 )
 from paceline.prediction.parameters import Fitted, Shared
 from paceline.prediction.published import Row
-from paceline.prediction.step_time import Array, Columns, columns, step_time
+from paceline.prediction.step_time import Array, columns, step_time
 
 Indices = NDArray[np.signedinteger[Any]]
 
@@ -37,7 +39,7 @@ MOST_ROWS = {"vtrain-single": 30.0}
 EVERY = {"vtrain-single": 20}
 # Two revisions of one benchmark page, and the programs of one collection, are one source when one is left out.
 SAME_SOURCE = {"llm-foundry-superseded": "llm-foundry", "dgxc/maxtext": "dgxc", "dgxc/paxml": "dgxc"}
-_DRAWS = 6
+_DRAWS = 30
 # Parameters that only fine-tuning programs have.
 TUNED = ("peft", "peft_launch", "expand")
 # Two setups are alternatives if they train the same model on the same GPUs with the same sequence and precision.
@@ -159,7 +161,7 @@ class LeftOut:
     """
 
     name: str
-    columns: Columns
+    apart: Apart
     residuals: Array
     expected: Array
     weight: float
@@ -174,16 +176,16 @@ def left_out(fitted: Fitted, rows: Sequence[Row]) -> list[LeftOut]:
         weight = min(MOST_ROWS.get(one.source, fitting.MOST_ROWS) / len(rows), 1.0)
         residuals = np.log([row.step_s for row in cluster]) - np.log(step_time(c, fitted.values))
         name = f"{source_of(one)} {one.setup.gpu.name} {one.setup.software.name}"
-        found.append(LeftOut(name, c, residuals, expected_covariance(fitted, c), weight))
+        found.append(LeftOut(name, apart(c, c), residuals, expected_covariance(fitted, c), weight))
     return found
 
 
 def log_likelihood(one: LeftOut, shared: Shared) -> float:
     """Logarithm of the density of the residuals: a multivariate Student-t, as `offsets.surprise` assumes, weighted."""
     count = len(one.residuals)
-    covariance = one.expected + shared_error(shared, one.columns, one.columns) + MEASURED**2 * np.eye(count)
+    covariance = one.expected + one.apart.covariance(shared) + MEASURED**2 * np.eye(count)
     root = np.linalg.cholesky(covariance)
-    distance = float(np.sum(np.linalg.solve(root, one.residuals) ** 2))
+    distance = float(one.residuals @ np.linalg.solve(covariance, one.residuals))
     half = (PRIOR_ANCHORS + count) / 2
     constant = math.lgamma(half) - math.lgamma(PRIOR_ANCHORS / 2) - count / 2 * math.log(PRIOR_ANCHORS * math.pi)
     logarithm = constant - float(np.sum(np.log(np.diag(root)))) - half * math.log1p(distance / PRIOR_ANCHORS)

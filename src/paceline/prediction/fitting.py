@@ -168,16 +168,11 @@ def _spread(state: Array, covariance: Array, count: int, index: Array, weights: 
 
 def sensitivities(c: Columns, values: Mapping[str, float], shift: Mapping[str, float]) -> tuple[Array, Array]:
     """Derivatives of the logarithm of the step time by the parameters and by the offsets, one row per setup."""
-    return by_parameter(c, values, shift), by_offset(c, values, shift)
-
-
-def by_parameter(c: Columns, values: Mapping[str, float], shift: Mapping[str, float]) -> Array:
-    base = np.log(step_time(c, values, shift))
-    moved = [np.log(step_time(c, {**values, k: values[k] + _STEP}, shift)) for k in PRIORS]
-    return np.asarray((np.stack(moved, axis=1) - base[:, None]) / _STEP)
-
-
-def by_offset(c: Columns, values: Mapping[str, float], shift: Mapping[str, float]) -> Array:
-    base = np.log(step_time(c, values, shift))
-    moved = [np.log(step_time(c, values, {**shift, k: shift[k] + _STEP})) for k in OFFSETS]
-    return np.asarray((np.stack(moved, axis=1) - base[:, None]) / _STEP)
+    names = (*values, *OFFSETS)
+    # One row for each number that moves, and one for none: all are computed at once.
+    moved = np.vstack([np.zeros(len(names)), _STEP * np.eye(len(names))])[:, :, None]
+    at = {name: values[name] + moved[:, k] for k, name in enumerate(values)}
+    offsets = {name: shift[name] + moved[:, len(values) + k] for k, name in enumerate(OFFSETS)}
+    found = np.log(step_time(c, at, offsets))
+    slopes = ((found[1:] - found[0]) / _STEP).T
+    return slopes[:, : len(values)], slopes[:, len(values) :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.prediction import memory
+from paceline.prediction import memory, published
 from paceline.prediction.hardware import CPU
 from paceline.prediction.offsets import Anchor, Observation
 from paceline.prediction.predict import Prediction, predict
@@ -60,6 +60,7 @@ def _of_degrees(base: Setup, ranks: int, per_rank: int, sizes: Sequence[int]) ->
                 yield base.replaced(
                     stages=stages,
                     shard=shard,
+                    software=published.sharded(base.software, shard),
                     offload=offload,
                     micro_batch=micro,
                     micro_batches=per_rank / micro,

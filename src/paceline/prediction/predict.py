@@ -116,8 +116,8 @@ def predict(
     fit, c = fitted or load(), columns(setups)
     anchored, log_step, sd = anchor_columns(anchors)
     mean, spread = predict_columns(fit, c, anchored, log_step, sd, observations=observations)
-    shift, _, _ = posterior(fit, anchored or c, log_step, sd, observations)
-    found = parts(c, fit.values, shift)
+    known = posterior(fit, anchored, log_step, sd, observations)
+    found = parts(c, known.values, known.shift)
     whole = np.asarray(sum(found.values()))
     version = str(fit.provenance.get("version", "unknown"))
     return [
@@ -339,7 +339,13 @@ def _completed(
     sizes = [micro] if micro else [n for n in (1, 2, 4, 8, 16) if per_rank % n == 0]
     require(per_rank % sizes[0] == 0, "--micro-batch", micro, f"a divisor of {per_rank} sequences per rank")
     options = [
-        base.replaced(shard=shard, checkpointing=recompute, micro_batch=size, micro_batches=per_rank / size)
+        base.replaced(
+            shard=shard,
+            software=published.sharded(base.software, shard),
+            checkpointing=recompute,
+            micro_batch=size,
+            micro_batches=per_rank / size,
+        )
         for recompute in ((checkpointing,) if checkpointing else ("none", "selective", "full"))
         for shard in shards
         for size in sizes

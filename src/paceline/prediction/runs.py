@@ -79,6 +79,8 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
         shard = "zero3" if split.shard == split.dp * split.cp else "hybrid"
     offload = spec.strategy is not None and spec.strategy.options.get("offload") in ("cpu", True)
     software = dataclasses.replace(software, sequence_parallel=split.sequence_parallel)
+    if spec.strategy is not None and spec.strategy.name == "zero":
+        software = published.with_deepspeed(software, parts or 0)
     return Setup(
         shape=dimensions,
         gpu=gpu,

@@ -98,7 +98,7 @@ def score_table(path: Path, anchors: Sequence[Anchor] = (), observations: Sequen
 def score_runs(rows: Sequence[Mapping[str, Any]], records: Sequence[RunRecord]) -> Scored:
     """Predictions beside the runs that measured them; of several stored predictions the oldest counts.
 
-    A run without a stored prediction is predicted now, from its specification alone.
+    A run without a stored prediction that is older than itself is predicted now, from its specification alone.
     """
     known = stored.first_by_key(rows)
     pairs = []
@@ -106,6 +106,7 @@ def score_runs(rows: Sequence[Mapping[str, Any]], records: Sequence[RunRecord]) 
         one = runs.measured(record)
         if one is not None:
             row = known.get(stored.key(one.setup))
+            row = row if row is not None and row["made_at"] <= record.started_at else None
             step = (row or stored.to_dict(predict([one.setup])[0]))["step_time_s"]
             pairs.append(
                 Pair(
@@ -158,7 +159,9 @@ def lines(found: Scored) -> list[str]:
     ]
     now = sum(not one.stored for one in found.pairs)
     if now:
-        text.append(f"{now} of them had no stored prediction and were predicted now, from their specification alone.")
+        text.append(
+            f"{now} of them had no prediction that is older than the run: predicted now, from the specification."
+        )
     if total:
         text.append(f"{right} of {total} pairs of alternatives are ordered right.")
     if regret is not None:

@@ -27,6 +27,9 @@ class Software:
     it. reduce_bytes: per gradient on the wire. stops_early: recomputation ends before the last product of a layer,
     whose result the backward pass does not read. weight_bytes: through memory per weight and micro batch besides what
     the products read and write: casts of weights, and gradients that are added up or copied for a collective.
+    update_bytes: through memory per parameter and update, where it was measured alone; else that of the fit.
+    host_update_s, host_pass_s: what the host does for each weight tensor after the last backward pass, while the GPU
+    waits, and during each pass, while the GPU computes.
     """
 
     name: str
@@ -46,6 +49,9 @@ class Software:
     stops_early: bool = False
     weight_bytes: float = 6.0
     bucket_bytes: float = 25 * 2**20
+    update_bytes: float | None = None
+    host_update_s: float = 0.0
+    host_pass_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

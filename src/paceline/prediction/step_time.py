@@ -20,6 +20,8 @@ from paceline.prediction.setup import Setup
 
 Array = NDArray[np.float64]
 Columns = Mapping[str, Array]
+# Of the parameters: one number each, or an array that is broadcast over the setups.
+Values = Mapping[str, float | Array]
 
 PARTS = (
     "products",
@@ -42,9 +44,13 @@ OFFLOAD_PCIE, OFFLOAD_HOST, OFFLOAD_ADAM_BYTES, OFFLOAD_EXPOSED = 0.8, 0.45, 30.
 # Time of expanding 4-bit weights in compiled blocks, relative to the least traffic: 5.3 ms for Mistral-7B on one H200
 # (docs/measured/h200-finetune). No published row does it.
 COMPILED_EXPANSION = 1.5
+# Of a mixture of experts, in both passes: times that the rows of the experts and those of the tokens go through memory,
+# and bytes per token and expert of the routing, for all and for each chosen one. Counted operation by operation in our
+# own layer without its products (docs/prediction.md); nothing of it is fitted.
+MIXTURE_ROWS, MIXTURE_TOKENS, MIXTURE_ROUTING, MIXTURE_CHOICE = 17.0, 9.0, 120.0, 80.0
 # Cluster offsets: what differs between two installations of equal hardware, in units of the parameters. `link` is
 # inside a node, `network` between nodes.
-OFFSETS = ("level", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
+OFFSETS = ("level", "attention", "memory", "eight_bit", "launch", "link", "network", "dp_overlap", "fsdp_overlap")
 
 
 def columns(setups: Sequence[Setup]) -> dict[str, Array]:
@@ -98,6 +104,9 @@ def _numbers(one: Setup) -> dict[str, float]:
         "amd": gpu.generation == "cdna3",
         "offload": one.offload,
         "mixture": bool(shape.experts),
+        "experts": shape.experts or 0,
+        "chosen": shape.experts_per_token or 1,
+        "tensors": len(arithmetic.tensor_sizes(shape)),
         "pcie": hardware.host_rates(gpu)[0],
         "host": hardware.host_rates(gpu)[1],
         "cpu": gpu.generation == "cpu",
@@ -119,6 +128,9 @@ def _numbers(one: Setup) -> dict[str, float]:
         "stops_early": software.stops_early,
         "weight_bytes": 0.0 if adapted else software.weight_bytes,
         "bucket_bytes": software.bucket_bytes,
+        "update_bytes": software.update_bytes or 0.0,
+        "host_update": software.host_update_s,
+        "host_pass": software.host_pass_s,
     }
 
 
@@ -126,14 +138,14 @@ def _sigmoid(x: Array | float) -> Array:
     return np.asarray(1 / (1 + np.exp(-np.asarray(x, dtype=float))))
 
 
-def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | float] | None = None) -> dict[str, Array]:
+def parts(c: Columns, p: Values, offsets: Mapping[str, Array | float] | None = None) -> dict[str, Array]:
     """Seconds of each of `PARTS` for each setup; their sum is the step time."""
     shift = {name: np.asarray(0.0) for name in OFFSETS} | {k: np.asarray(v) for k, v in (offsets or {}).items()}
     slower = np.exp(shift["level"] + sum(c[name] * p[name] for name in FAMILIES))
-    layer = {name: value * slower for name, value in _layer(c, p).items()}
+    layer = {name: value * slower for name, value in _layer(c, p, shift).items()}
     layers = c["layers"] / c["pp"]
     tensor = _tensor_parallel(c, p, shift)
-    head_products, head_memory = (value * slower for value in _head(c, p))
+    head_products, head_memory = (value * slower for value in _head(c, p, shift))
     gpu_s = sum(layer.values()) + tensor
     passes = 2 + c["full"]
     launch_s = (
@@ -153,7 +165,8 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
     # Zero stages split the update over the data-parallel ranks; a hybrid over one node.
     ranks = c["dp"] * c["cp"]
     split = np.where(c["zero1"] + c["zero3"] > 0, ranks, np.where(c["hybrid"] > 0, np.minimum(ranks, c["per_node"]), 1))
-    optimizer = np.where(c["offload"] > 0, 0.0, np.exp(p["optimizer_bytes"]) * own / split / c["hbm"])
+    update_bytes = np.where(c["update_bytes"] > 0, c["update_bytes"], np.exp(p["optimizer_bytes"]))
+    optimizer = np.where(c["offload"] > 0, 0.0, update_bytes * own / split / c["hbm"])
     scale = batches * layers * jitter
     return {
         "products": scale * layer["products"] + batches * head_products * jitter,
@@ -165,11 +178,11 @@ def parts(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | floa
         "data parallel (exposed)": exposed + gathered,
         "optimizer": optimizer,
         "offload": _offload(c, stage + head_products + head_memory),
-        "other": np.exp(p["constant"]) * (1 - c["queued"]),
+        "other": np.exp(p["constant"]) * (1 - c["queued"]) + _host(c, batches, stage + head_products + head_memory),
     }
 
 
-def step_time(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | float] | None = None) -> Array:
+def step_time(c: Columns, p: Values, offsets: Mapping[str, Array | float] | None = None) -> Array:
     """Seconds of one optimizer step for each setup."""
     return np.asarray(sum(parts(c, p, offsets).values()))
 
@@ -177,7 +190,7 @@ def step_time(c: Columns, p: Mapping[str, float], offsets: Mapping[str, Array | 
 # --- compute ---
 
 
-def _efficiency(c: Columns, p: Mapping[str, float]) -> Array:
+def _efficiency(c: Columns, p: Values) -> Array:
     """Share of the vendor's 16-bit peak that large products reach."""
     generation = (
         np.log(c["matmul_ratio"])
@@ -189,27 +202,29 @@ def _efficiency(c: Columns, p: Mapping[str, float]) -> Array:
     return np.asarray(np.exp(p["efficiency"] + generation))
 
 
-def _product(c: Columns, p: Mapping[str, float], tokens: Array, weights: Array, moved: Array) -> Array:
+def _product(c: Columns, p: Values, shift: Mapping[str, Array], tokens: Array, weights: Array, moved: Array) -> Array:
     """Seconds of one product with this many weights: arithmetic, and operands through memory."""
-    fp8 = 1 + c["fp8"] * np.exp(p["fp8_gain"] + c["fp8_rowwise"] * p["fp8_rowwise"])
+    fp8 = 1 + c["fp8"] * np.exp(p["fp8_gain"] + c["fp8_rowwise"] * p["fp8_rowwise"] - shift["eight_bit"])
     return np.asarray(
         2 * tokens * weights / (_efficiency(c, p) * c["flops"] * fp8) + np.exp(p["kappa"]) * 2 * moved / c["hbm"]
     )
 
 
-def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
+def _layer(c: Columns, p: Values, shift: Mapping[str, Array]) -> dict[str, Array]:
     """Seconds of one layer and one micro batch, forward, backward and recomputation together."""
     tokens, tp, h = c["micro_batch"] * c["sequence"] / c["cp"], c["tp"], c["hidden"]
     joined = c["attention_width"] + 2 * c["kv_width"]
     wide = c["gated"] * c["ffn"]
     weights = (h * joined + c["attention_width"] * h + h * wide + c["ffn"] * h) / tp
-    moved = weights + tokens * (4 * h + (joined + c["attention_width"] + wide + c["ffn"]) / tp)
+    # A token meets the chosen experts only, but every micro batch reads all of them.
+    idle = np.maximum(c["experts"] / c["chosen"] - 1, 0) * (wide + c["ffn"]) * h / tp
+    moved = weights + idle + tokens * (4 * h + (joined + c["attention_width"] + wide + c["ffn"]) / tp)
     # Frozen weights need no gradient: two passes instead of three.
     backward = 2 - c["adapted"]
     # The last product of a layer, from the wide state of the MLP, where recomputation stops before it.
     last = c["stops_early"] * c["ffn"] * h / tp / weights
     repeated = c["full"] * (1 - last) + c["selective"] * _sigmoid(p["selective"])
-    products = _product(c, p, tokens, weights, moved) * (1 + backward + repeated)
+    products = _product(c, p, shift, tokens, weights, moved) * (1 + backward + repeated)
     scores = 4 * tokens * c["seen"] * c["attention_width"] / tp
     # Longer sequences and wider heads keep the tensor cores busier.
     length, width = np.log(np.minimum(c["seen"], 32768) / 4096), np.log(c["attention_width"] / c["heads"] / 128)
@@ -222,36 +237,55 @@ def _layer(c: Columns, p: Mapping[str, float]) -> dict[str, Array]:
     split = np.where(c["sequence_parallel"] > 0, tp, 1)
     # Norms read and write the hidden state twice, residuals read it four times and write it twice.
     elementwise = 2 * tokens * (10 * h / split + (2 * wide + 2 * joined) / tp) * np.exp(p["elementwise"]) / c["hbm"]
-    elementwise = elementwise * _fusion(c, p) * (2.5 + c["full"])
+    elementwise = elementwise * (2.5 + c["full"]) + np.exp(p["elementwise"]) * _mixture(c, tokens) / c["hbm"]
+    elementwise = elementwise * _fusion(c, p, shift)
     elementwise = elementwise * (1 + c["fp8"] * np.exp(p["fp8_casts"]))
     # Paceline's compiled blocks have a kernel of their own, and what they expand serves recomputation and gradients.
     expansions = np.where(c["compiled"] > 0, 2 * COMPILED_EXPANSION, np.exp(p["expand"]) * (2 + c["full"]))
     expanded = c["quantised"] * expansions * 2.5 * weights / c["hbm"]
     return {
         "products": products,
-        "attention": np.where(c["fused"] > 0, fused, unfused),
-        "memory-bound": elementwise + expanded + _updates(c, p, weights),
+        "attention": np.where(c["fused"] > 0, fused, unfused) * np.exp(shift["attention"]),
+        "memory-bound": elementwise + expanded + _updates(c, p, weights + idle),
     }
 
 
-def _updates(c: Columns, p: Mapping[str, float], weights: Array) -> Array:
+def _updates(c: Columns, p: Values, weights: Array) -> Array:
     """Seconds in which weights are cast and gradients are added up or copied, for one micro batch."""
     return np.asarray(np.exp(p["weight_traffic"]) * c["weight_bytes"] * weights / c["hbm"])
 
 
-def _head(c: Columns, p: Mapping[str, float]) -> tuple[Array, Array]:
+def _head(c: Columns, p: Values, shift: Mapping[str, Array]) -> tuple[Array, Array]:
     """Seconds of the output head of one micro batch: products, and the softmax through memory."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     weights = c["hidden"] * c["vocab"] / c["tp"]
     sixteen = {**c, "fp8": 0 * c["fp8"]}
-    products = 3 * _product(sixteen, p, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
-    logits = np.exp(p["logit_bytes"]) * _fusion(c, p) * tokens * c["vocab"] / c["tp"] / c["hbm"]
+    products = 3 * _product(sixteen, p, shift, tokens, weights, weights + tokens * (c["hidden"] + c["vocab"] / c["tp"]))
+    logits = np.exp(p["logit_bytes"]) * _fusion(c, p, shift) * tokens * c["vocab"] / c["tp"] / c["hbm"]
     return products, logits + _updates(c, p, weights)
 
 
-def _fusion(c: Columns, p: Mapping[str, float]) -> Array:
+def _fusion(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
     """Elementwise traffic relative to hand-written fused kernels: more in plain PyTorch, less after a compiler."""
-    return np.asarray(np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"])))
+    traits = np.exp(c["plain"] * p["unfused"]) * (1 - c["compiled"] * _sigmoid(p["compiled"]))
+    return np.asarray(traits * np.exp(shift["memory"]))
+
+
+def _mixture(c: Columns, tokens: Array) -> Array:
+    """Bytes of one layer of a mixture of experts besides its products: rows copied in the order of their experts and
+    back, weighted and added up, and the routing."""
+    rows = 2 * c["hidden"] * (MIXTURE_ROWS * c["chosen"] + MIXTURE_TOKENS)
+    routing = c["experts"] * (MIXTURE_ROUTING + MIXTURE_CHOICE * c["chosen"])
+    return np.asarray(c["mixture"] * tokens * (rows + routing))
+
+
+def _host(c: Columns, batches: Array, batch: Array) -> Array:
+    """Seconds per step that the GPU waits for what the host does for each tensor. batch: the compute of a micro batch,
+    of which the forward pass is a third, or a quarter with recomputation."""
+    tensors, forward = c["tensors"] / c["pp"], batch / (3 + c["full"])
+    late = np.maximum(c["host_pass"] * tensors - forward, 0)
+    late = late + np.maximum((1 + c["full"]) * c["host_pass"] * tensors - (batch - forward), 0)
+    return np.asarray(c["host_update"] * tensors + batches * late)
 
 
 # --- offload ---
@@ -275,9 +309,7 @@ def _offload(c: Columns, batch: Array) -> Array:
 # --- communication ---
 
 
-def _ring(
-    c: Columns, p: Mapping[str, float], shift: Mapping[str, Array], ranks: Array, inner: Array
-) -> tuple[Array, Array]:
+def _ring(c: Columns, p: Values, shift: Mapping[str, Array], ranks: Array, inner: Array) -> tuple[Array, Array]:
     """(seconds per byte, seconds per message) of a ring over this many ranks, which are `inner` apart in a node."""
     local = np.clip(np.floor(c["per_node"] / inner), 1, ranks)
     nodes = np.ceil(ranks / local)
@@ -289,7 +321,7 @@ def _ring(
     return np.asarray(1 / bandwidth), np.asarray(hops)
 
 
-def _tensor_parallel(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> Array:
+def _tensor_parallel(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
     """Exposed seconds per layer and micro batch of tensor and context parallelism."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     per_byte, latency = _ring(c, p, shift, c["tp"], np.ones_like(c["tp"]))
@@ -304,7 +336,7 @@ def _tensor_parallel(c: Columns, p: Mapping[str, float], shift: Mapping[str, Arr
     return np.asarray(tensor + context)
 
 
-def _boundary(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) -> Array:
+def _boundary(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
     """Exposed seconds of the transfers between pipeline stages, per micro batch."""
     tokens = c["micro_batch"] * c["sequence"] / c["cp"]
     size = 2 * tokens * c["hidden"] / np.where(c["sequence_parallel"] > 0, c["tp"], 1)
@@ -315,7 +347,7 @@ def _boundary(c: Columns, p: Mapping[str, float], shift: Mapping[str, Array]) ->
 
 
 def _data_parallel(
-    c: Columns, p: Mapping[str, float], shift: Mapping[str, Array], batch: Array, backward: Array
+    c: Columns, p: Values, shift: Mapping[str, Array], batch: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Exposed seconds per step: of gradients that are reduced once, and of weights gathered for every micro batch."""
     ranks = c["dp"] * c["cp"]

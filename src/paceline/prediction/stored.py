@@ -28,6 +28,8 @@ def key(one: Setup) -> str:
     values = [str(getattr(one, name)) for name in (*_KEY, *_WORDS)]
     values += ["offload"] if one.offload else []
     values += ["compiled"] if one.software.compiled else []
+    # On one GPU nothing is sharded, and only the work of the host tells DeepSpeed's stages apart.
+    values += [f"host {one.software.host_update_s}"] if one.gpus == 1 and one.software.host_update_s else []
     shape = dataclasses.asdict(one.shape)
     dims = [str(shape[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")]
     return hashlib.sha256("|".join([one.gpu.gpu, *dims, *values]).encode()).hexdigest()[:16]

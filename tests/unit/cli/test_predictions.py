@@ -84,6 +84,12 @@ def test_a_deadline_that_nothing_meets_is_said(capsys: pytest.CaptureFixture[str
     assert "No option meets the limits" in answer(capsys, *words, "--out", str(tmp_path))
 
 
+def test_a_gpu_that_is_not_here_is_not_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["choose", "--model", "llama-8b", "--gpu", "v100", "--gpus", "8", "--measure", "--method", "qlora"]
+    assert cli.main([*words, "--out", str(tmp_path), "--rehearse", "0"]) == 2
+    assert "--measure: got 'v100', expected a machine with" in capsys.readouterr().err
+
+
 def test_a_budget_is_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["choose", "--model", "llama-8b", "--gpu", "h200", "--gpus", "8", "--tokens", "1B", "--budget", "-5"]
     assert cli.main(words) == 2

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from paceline.prediction import parameters
-from paceline.prediction.offsets import Anchor, Observation, anchor_columns, shared_error, surprise
+from paceline.prediction.offsets import Anchor, Observation, anchor_columns, posterior, shared_error, surprise
 from paceline.prediction.parameters import Shared
 from paceline.prediction.predict import next_measurement, predict, setup_of, worth
 from paceline.prediction.setup import Setup
-from paceline.prediction.step_time import columns, step_time
+from paceline.prediction.step_time import OFFSETS, columns, step_time
 
 
 def true_time(one: Setup, **offsets: float) -> float:
@@ -119,3 +120,30 @@ def test_the_next_measurement_is_a_smaller_run(large: Setup) -> None:
     gains = [one.gain_per_gpu_minute or 0 for one in found]
     assert gains == sorted(gains, reverse=True)
     assert all(one.with_it < one.without for one in found)
+
+
+def test_an_anchor_teaches_a_parameter_that_is_not_known(small: Setup) -> None:
+    """Where only one parameter is uncertain, an anchor moves that parameter and with it other setups."""
+    known = parameters.load()
+    names = list(known.values)
+    covariance = np.zeros_like(known.covariance)
+    covariance[names.index("elementwise"), names.index("elementwise")] = 0.3**2
+    fitted = replace(
+        known, covariance=covariance, offset_sd=dict.fromkeys(OFFSETS, 1e-4), shared=Shared(1e-4, 1e-4, 4.0)
+    )
+    slow = {**known.values, "elementwise": known.values["elementwise"] + 0.3}
+    other = small.replaced(micro_batch=1, sequence_length=8192)
+    anchors = [Anchor(small, float(step_time(columns([small]), slow)[0]), "small", sd=1e-4)]
+    after = predict([other], anchors, fitted=fitted)[0]
+    assert after.step_s == pytest.approx(float(step_time(columns([other]), slow)[0]), rel=0.002)
+
+
+def test_an_anchor_far_from_the_others_counts_less(small: Setup) -> None:
+    """Of anchors with one odd measurement, the prediction stays nearer to the others than their mean does."""
+    sizes = [small.replaced(gpus=8 * n, micro_batches=small.micro_batches) for n in (1, 2, 4, 8)]
+    factors = (1.0, 1.0, 1.0, 2.0)
+    anchors = [Anchor(one, f * true_time(one), str(one.gpus)) for one, f in zip(sizes, factors, strict=True)]
+    fitted, (c, log_step, sd) = parameters.load(), anchor_columns(anchors)
+    doubted = posterior(fitted, c, log_step, sd).sd
+    assert doubted[3] > 2 * doubted[:3].max()
+    assert posterior(fitted, c, log_step - np.log(factors), sd).sd == pytest.approx(sd)

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.prediction import calibration, parameters, published, scoring
+from paceline.prediction.offsets import apart
 from paceline.prediction.parameters import Shared
 from paceline.prediction.published import Row
 from paceline.prediction.step_time import columns, step_time
@@ -189,7 +190,8 @@ def left_out(residuals: list[float], **changes: list[int]) -> calibration.LeftOu
         one.setup.replaced(**{name: values[i] for name, values in changes.items()}) for i in range(len(residuals))
     ]
     nothing = np.zeros((len(residuals), len(residuals)))
-    return calibration.LeftOut("x", columns(setups), np.array(residuals), nothing, 1.0)
+    c = columns(setups)
+    return calibration.LeftOut("x", apart(c, c), np.array(residuals), nothing, 1.0)
 
 
 def test_the_likelihood_is_that_of_a_student_t() -> None:

@@ -14,8 +14,9 @@ from paceline.analysis.training import predicted
 from paceline.campaign.run import forecast
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
-from paceline.prediction import experiment_file, hardware, runs, scoring, stored
-from paceline.prediction.predict import predict
+from paceline.prediction import experiment_file, hardware, parameters, runs, scoring, stored
+from paceline.prediction.predict import predict, setup_of
+from paceline.prediction.step_time import columns, parts
 from paceline.report.sections import sections
 from paceline.results.records import CollectiveSample, KernelSample
 
@@ -33,6 +34,32 @@ def test_a_run_is_a_setup(record: Any) -> None:
     assert one is not None
     assert (one.gpu.name, one.gpus, one.shard, one.checkpointing) == ("h200", 4, "zero3", "full")
     assert one.tokens_per_step == record.spec.tokens_per_step
+
+
+def test_deepspeed_adds_work_of_the_host_for_each_tensor(make_spec: Any) -> None:
+    """gpt2-124m has 148 tensors: 0.2 ms each at stage 2. Stage 3 also waits where a short pass hides no gathering."""
+    gpu, fit = hardware.accelerator("h200"), parameters.load()
+
+    def host_ms(strategy: str, **more: int) -> float:
+        one = runs.setup_of_spec(make_spec(strategy, world_size=1, **{**GPT, **more}), gpu)
+        assert one is not None
+        return 1e3 * float(parts(columns([one]), fit.values)["other"][0])
+
+    assert host_ms("single") == host_ms("fsdp2") == 0
+    assert host_ms("zero:stage=2") == pytest.approx(148 * 0.2)
+    short, long = (host_ms("zero:stage=3", micro_batch=n) for n in (8, 512))
+    assert long == pytest.approx(148 * 0.125)
+    assert short > long + 100
+    one = setup_of("gpt2-124m", "h200", 8, software="paceline", shard="zero2")
+    assert one.software.host_update_s > 0
+    assert setup_of("gpt2-124m", "h200", 8, software="paceline", shard="zero3").software.host_update_s == 0
+
+
+def test_stages_of_deepspeed_on_one_gpu_are_different_predictions(make_spec: Any) -> None:
+    gpu = hardware.accelerator("h200")
+    found = [runs.setup_of_spec(make_spec(name, world_size=1, **GPT), gpu) for name in ("ddp", "fsdp2", "zero:stage=2")]
+    first, second, deepspeed = (stored.key(one) for one in found if one is not None)
+    assert first == second != deepspeed
 
 
 def test_a_mesh_is_a_setup_and_a_setup_is_a_mesh(make_spec: Any) -> None:
@@ -103,6 +130,7 @@ def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: A
     assert len(found.pairs) == 1
     assert found.pairs[0].stored
     assert found.pairs[0].predicted_s == row["step_time_s"]["value"]  # the oldest one, made before looking
+    assert not scoring.score_runs(stored.read(tmp_path), [replace(record, started_at=40.0)]).pairs[0].stored
 
 
 def test_a_compiled_run_has_a_prediction_of_its_own(make_spec: Any) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from paceline.prediction import hardware, memory, parameters
+from paceline.prediction.fitting import sensitivities
 from paceline.prediction.predict import parse_layout, setup_of
 from paceline.prediction.setup import Setup
-from paceline.prediction.step_time import PARTS, columns, parts, step_time
+from paceline.prediction.step_time import OFFSETS, PARTS, columns, parts, step_time
 
 VALUES = parameters.load().values
 
@@ -199,3 +200,33 @@ def test_every_gpu_has_what_the_model_needs() -> None:
         numbers = (gpu.flops, gpu.memory_bytes_per_s, gpu.link_bytes_per_s, gpu.node_bytes_per_s, gpu.power_w)
         assert np.all(np.array(numbers) > 0), name
     assert hardware.accelerator("NVIDIA H200").name == "h200"
+
+
+@pytest.mark.parametrize(
+    ("offset", "part"), [("attention", "attention"), ("memory", "memory-bound"), ("eight_bit", "products")]
+)
+def test_an_offset_of_one_kind_of_kernel_slows_these_only(one_gpu: Setup, offset: str, part: str) -> None:
+    """With the gain of 8-bit products halved, or one kind of kernel twice as slow, no other part of the GPU changes."""
+    eight = one_gpu.replaced(fp8=True)
+    normal, slower = (
+        {name: float(value[0]) for name, value in parts(columns([eight]), VALUES, {offset: shift}).items()}
+        for shift in (0.0, math.log(2))
+    )
+    # Launches hide behind the GPU's time, so their share may change too.
+    changed = {name for name in PARTS if slower[name] != pytest.approx(normal[name], rel=1e-9)} - {"launch"}
+    assert changed == {part}
+    assert slower[part] > 1.2 * normal[part]
+
+
+def test_slopes_are_those_of_single_changes(one_gpu: Setup) -> None:
+    """All derivatives at once agree with the difference that one change makes."""
+    setups = [one_gpu, one_gpu.replaced(gpus=64, tp=8, shard="zero1"), one_gpu.replaced(fp8=True, micro_batch=2)]
+    c, nothing = columns(setups), dict.fromkeys(OFFSETS, 0.0)
+    by_parameter, by_offset = sensitivities(c, VALUES, nothing)
+    base, small = np.log(step_time(c, VALUES)), 1e-4
+    for k, name in enumerate(VALUES):
+        moved = np.log(step_time(c, {**VALUES, name: VALUES[name] + small}))
+        assert by_parameter[:, k] == pytest.approx((moved - base) / small, abs=1e-9)
+    for k, name in enumerate(OFFSETS):
+        moved = np.log(step_time(c, VALUES, {name: small}))
+        assert by_offset[:, k] == pytest.approx((moved - base) / small, abs=1e-9)
