@@ -543,6 +543,11 @@ class RunRecord:
         return self.spec.workload.name == "reference"
 
     @property
+    def proves_only(self) -> bool:
+        """Whether it only proves others: a reference, or a run of a proof group."""
+        return self.spec.proves_only
+
+    @property
     def is_supplement(self) -> bool:
         """Whether it has only more re-seeded copies for a reference, which is another run."""
         return self.is_reference and bool(self.spec.workload.options.get("first"))

@@ -121,9 +121,9 @@ class Judged:
 
 
 def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
-    """Runs by cell. References and probes are not compared."""
+    """Runs by cell. References, runs of proof groups and probes are not compared."""
     certificates = certify_all(records)
-    ours = [r for r in records if not r.is_reference and not r.spec.traits.probes_limit]
+    ours = [r for r in records if not r.proves_only and not r.spec.traits.probes_limit]
     named = untitled_axes([r.axes() for r in ours])
     judged = (Judged(r, describe(r, named), *status_of(r, certificates.get(r.spec.run_id))) for r in ours)
     return grouped(judged, lambda run: run.record.spec.cell)

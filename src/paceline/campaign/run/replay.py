@@ -56,7 +56,7 @@ def request(
         require(known, "--set", f"{key}={value}", accepted)
     if launcher is not None:
         changes["launcher"] = expansion.given_launcher(launcher, None)
-    ours = [r for r in sorted(stored, key=lambda r: (r.started_at, r.spec.run_id)) if not r.is_reference]
+    ours = [r for r in sorted(stored, key=lambda r: (r.started_at, r.spec.run_id)) if not r.proves_only]
     results = chosen = [r for r in ours if r.status in RESULTS]
     if only:
         # The first characters of the cell's hash or of a run id.

@@ -100,7 +100,7 @@ def ranks(report: Report) -> Iterator[Chart]:
     """One profiled optimizer step of every rank of the first run of each cell."""
     first: dict[str, RunFinding] = {}
     for run in report.runs:
-        if run.rank_steps and not run.is_reference and run.status == "ok":
+        if run.rank_steps and not run.proves_only and run.status == "ok":
             first.setdefault(run.cell, run)
     named = varying_axes(report)
     first = {cell: run for cell, run in first.items() if len(run.rank_steps) > 1}

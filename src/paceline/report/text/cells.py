@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from paceline.analysis.findings import (
     BETTER,
+    CERTIFIED,
+    CONSISTENT,
     DIFFERENT,
     INCONCLUSIVE,
     WORSE,
@@ -146,7 +148,7 @@ def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
 @once
 def trusted_runs(report: Report) -> frozenset[str]:
     valid = {c.run for c in report.certificates if c.valid}
-    return frozenset(r.run for r in report.runs if r.status == "ok" and not r.is_reference and r.run in valid)
+    return frozenset(r.run for r in report.runs if r.status == "ok" and not r.proves_only and r.run in valid)
 
 
 @once
@@ -182,18 +184,24 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
         if run.status == "ok" and not run.is_certified:
             continue
         trouble = _trouble(run, certificates.get(run.run))
-        if trouble is None and run.is_certified and not run.is_reference and run.cell not in measured:
+        if trouble is None and run.is_certified and not run.proves_only and run.cell not in measured:
             trouble = "not measured", run.reason or "the run has no step in the measured window"
         if trouble:
-            label = ("reference: " if run.is_reference else "") + describe(_placed(run.axes, run.device_name), named)
+            label = _kind(run) + describe(_placed(run.axes, run.device_name), named)
             merged.setdefault((run.cell, label, *trouble), []).append(run.run)
     return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
+
+
+def _kind(run: RunFinding) -> str:
+    """`reference: ` or `proof on 4 of 80 layers: ` for runs that only prove others."""
+    kind = "reference" if run.is_reference else "proof" if run.proof else ""
+    return kind and f"{kind}{f' on {run.proof}' if run.proof else ''}: "
 
 
 @once
 def varying_axes(report: Report) -> tuple[str, ...]:
     """Axes that distinguish the runs of the report, including the kind of device."""
-    runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}
+    runs = {(run.cell, run.device_name): run for run in report.runs if not run.proves_only}
     return distinguishing_axes([_placed(run.axes, run.device_name) for run in runs.values()])
 
 
@@ -220,7 +228,8 @@ class _Context:
         devices = {run.run: run.device_name for run in report.runs}
         graded = [c for c in report.certificates if c.level]
         levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
-        levels = levels if len(graded) > 1 else dict.fromkeys(levels, ALONE)
+        if len(graded) == 1 and graded[0].level in (CERTIFIED, CONSISTENT):
+            levels = dict.fromkeys(levels, ALONE)
         models = short_models(run.axes.get("model") for run in report.runs)
         return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels, models)
 

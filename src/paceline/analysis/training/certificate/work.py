@@ -10,6 +10,7 @@ from paceline.analysis.findings import Check
 from paceline.analysis.training.certificate.arithmetic import _operations
 from paceline.analysis.training.certificate.observed import (
     Observed,
+    ProofGroup,
     Standard,
     checked,
     on_ranks,
@@ -106,12 +107,25 @@ def ranks_agree(run: Observed, standard: Standard) -> Check | None:
 
 
 def completed_reference(run: Observed, standard: Standard) -> Check:
+    if standard.proof is not None:
+        return _proved(run, standard.proof)
     problems = [standard.missing] if standard.missing else []
     seen = f"{standard.reference.run}, {len(standard.reference.steps)} steps" if standard.reference else ""
     return checked("reference", "a completed one-process reference of the same work", problems, seen)
 
 
+def _proved(run: Observed, proof: ProofGroup) -> Check:
+    """The same configuration of the reduced form did the same work as one process."""
+    found = proof.certificate_of(run.spec)
+    expected = f"this configuration certified against one process on {proof.reduction.text}"
+    if found is None:
+        return checked("proof", expected, ["no run of the proof group has this configuration"], "")
+    problems = [f"{found.run}: {reason}" for reason in found.reasons]
+    return checked("proof", expected, problems, f"{found.run}, {found.steps} steps")
+
+
 def initial_weights(run: Observed, standard: Standard) -> Check:
+    """Without a reference, the weights of most runs of the work."""
     expected = standard.reference.evidence[0] if standard.reference else run.evidence.get(0)
     if expected is None:
         return checked("initial weights", "a hash of the weights on every rank", silent_ranks(run), "")
@@ -121,6 +135,12 @@ def initial_weights(run: Observed, standard: Standard) -> Check:
             differing = [k for k, v in seen.init_digests.items() if expected.init_digests.get(k, v) != v]
             where = f" (first differing: {differing[0]})" if differing else ""
             problems.append(f"{seen.init_digest} on rank {rank}{where}")
+    if standard.proof is not None:
+        votes = Counter(peer.evidence[0].init_digest for peer in standard.group if 0 in peer.evidence)
+        others = [digest for digest in votes if digest != expected.init_digest]
+        if any(votes[digest] >= votes[expected.init_digest] for digest in others):
+            most = max(others, key=lambda digest: votes[digest])
+            problems.append(f"{votes[most]} of {votes.total()} runs of this work began with {most}")
     return checked("initial weights", f"hash {expected.init_digest} on every rank", problems, on_ranks(run.evidence))
 
 
@@ -159,6 +179,10 @@ def data_digests(run: Observed, standard: Standard) -> Check:
     if not common and standard.reference:
         problems.append("no step in common with the reference")
     rest = len(run.digests) - len(common)
+    if standard.proof is not None:
+        others = {peer.spec.cell for peer in standard.group} - {run.spec.cell}
+        seen = f"equal to the group at {rest} steps" if others else "no other configuration to compare with"
+        return checked("data", "the token ids of most runs of this work at every step", problems, seen)
     seen = f"equal to the reference at {len(common)} steps" + (f", to the group at {rest}" if rest else "")
     return checked("data", "the token ids of the reference at every step", problems, seen)
 
