@@ -10,6 +10,7 @@ from paceline.contract import Recorder, Seat
 from paceline.errors import require
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.host.memory_limit import check_limit
 from paceline.models.arithmetic import load as load_shape
 
 TRAITS = Traits(trains=True)
@@ -23,18 +24,20 @@ class Options:
     that has the others, over `least` steps. least: steps to train however long they take; None for all. budget_s: stop
     after this time beyond `least` steps; the certificate of later steps then rests on the other runs of the group.
     rounds_often: a run of the group rounds at more or other points than plain code, so copies also round the outputs of
-    layers differently."""
+    layers differently. limit_gib: memory that the process may use, as for `pretrain`."""
 
     variants: int = 1
     first: int = 0
     least: int | None = None
     budget_s: float = 30.0
     rounds_often: bool = False
+    limit_gib: float | None = None
 
     def __post_init__(self) -> None:
         require(self.variants >= 1, "reference.variants", self.variants, "a whole number from 1")
         require(0 <= self.first < self.variants, "reference.first", self.first, "a whole number from 0, below variants")
         require(self.budget_s > 0, "reference.budget_s", self.budget_s, "a positive number of seconds")
+        check_limit(self.limit_gib, "reference.limit_gib")
 
 
 def check(spec: RunSpec) -> str | None:
@@ -49,7 +52,14 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.training.instruments import attention_backends, clock_for, release_unused
     from paceline.training.precision import matrix_products
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import audit, digest_weights, evidence, initial_weights, with_final_weights
+    from paceline.workloads.pretrain import (
+        audit,
+        digest_weights,
+        evidence,
+        initial_weights,
+        memory_limited,
+        with_final_weights,
+    )
 
     options = parse_options(Options, spec.workload)
     corpus = open_data(spec, load_shape(spec.model).vocab)
@@ -57,7 +67,11 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     covered = spec.steps
     for variant in range(options.first, options.variants):
         recorder.progress(0, f"setup of variant {variant}")
-        with attention_backends(seat.device), matrix_products(spec.training.precision):
+        with (
+            attention_backends(seat.device),
+            matrix_products(spec.training.precision),
+            memory_limited(options.limit_gib, spec, seat, recorder),
+        ):
             trainer = single.wrap(spec, seat, reseed=variant, rounds_often=options.rounds_often)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)

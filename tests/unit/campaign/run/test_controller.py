@@ -15,7 +15,7 @@ import pytest
 from testbed.instant import Instant, Watcher
 
 from paceline.campaign.run import controller, supervision
-from paceline.campaign.run.controller import reference_of, references_of
+from paceline.campaign.run.references import reference_of, references_of
 from paceline.campaign.run.supervision import End, judge, name_stalled
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.campaign.run import controller, supervision
-from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run.references import reference_of
 from paceline.campaign.run.supervision import End, judge
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
