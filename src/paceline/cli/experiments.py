@@ -316,7 +316,7 @@ def _print_cells(
     outlines = [_describe(spec) for spec in runs if not spec.is_trained or spec.script is not None]
     for remark in dict.fromkeys((*outlines, *remarks)):
         print_hanging(screen, remark, 2)
-    for line in pictures(runs):
+    for line in pictures([spec for spec in runs if spec.reduction is None]):
         print_hanging(screen, line, 4)
 
 

@@ -44,8 +44,9 @@ def table(
     def name(runs: Sequence[RunSpec]) -> str:
         spec = runs[0]
         if not _is_reference(spec):
-            own = describe(spec.axes(), named or ("model", "world_size"))
-            return f"proof on {spec.reduction.text}: {own}" if spec.reduction else own
+            if spec.reduction is not None:
+                return f"proof on {spec.reduction.text}: {describe(spec.axes(), named)}"
+            return describe(spec.axes(), named or ("model", "world_size"))
         of_proof = f" on {spec.reduction.text}" if spec.reduction else ""
         model = f", {spec.model_text}" if len(models) > 1 else ""
         length = f", sequence length {_length(spec)}" if len(lengths) > 1 else ""

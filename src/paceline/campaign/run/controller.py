@@ -149,14 +149,16 @@ def campaign(
         for spec in series:
             begun = time.monotonic()
             sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-            if sealed is None and (refused := proving.refusal(spec, out)) is not None:
-                sealed = refuse(spec, out, refused)
-            if sealed is None and obstacles.block(spec):
+            refused = None if sealed else proving.refusal(spec, out)
+            if sealed is None and refused is None and obstacles.block(spec):
                 obstacles.left_out.append(spec)
                 continue
             reference = proving.references.get(spec.work)
             judges = functools.partial(proving.judges, spec, out)
-            status, error = sealed or execute(spec, out, observer, reference, notify, repeats, obstacles, judges)
+            if refused is not None:
+                status, error = refuse(spec, out, refused)
+            else:
+                status, error = sealed or execute(spec, out, observer, reference, notify, repeats, obstacles, judges)
             took += time.monotonic() - begun
             observer.ended(spec, status, error, sealed is not None)
             if status is Status.INVALID and reference is not None and spec.is_certified:

@@ -55,10 +55,12 @@ class Need:
 
     @property
     def text(self) -> str:
-        return f"needs {_gib(self.needed_bytes)} ({self.basis}) and may use {_gib(self.room_bytes)}"
+        return f"needs {_size(self.needed_bytes)} ({self.basis}) and may use {_size(self.room_bytes)}"
 
 
-def _gib(size: int) -> str:
+def _size(size: int) -> str:
+    if size < GIB:
+        return f"{size / 2**20:.3g} MiB"
     return f"{size / GIB:,.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
 
 
