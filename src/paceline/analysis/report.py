@@ -405,8 +405,8 @@ def _proof_notes(records: Sequence[RunRecord], certificates: Mapping[str, Certif
         if certificate is not None and certificate.valid and _is_proved(record, certificate):
             cells.setdefault(str(certificate.level), {})[record.spec.cell] = None
     return [
-        f"{level}: no one-process reference of the whole. {_configurations(len(own))} of this reduced form against one "
-        f"process{', and compared with each other at full size' if len(own) > 1 else ''}"
+        f"{level}: the whole has no one-process reference. {_configurations(len(own))} against one process in this "
+        f"reduced form{', and compared with each other at full size' if len(own) > 1 else ''}"
         for level, own in cells.items()
     ]
 

@@ -1,4 +1,4 @@
-"""A proof group: the same configurations of a reduced form of the model, where no device holds a reference of the whole.
+"""A proof group: the same configurations of a reduced form of the model, where a reference of the whole does not fit.
 
 `Proof` is what a user requests. `Reduction` marks the runs of a proof group, the one-process reference included: its
 sizes, and those of the work that it proves. `reduced` makes the spec of such a run. See docs/method.md.
@@ -108,9 +108,7 @@ def reduced(spec: RunSpec, to: Reduction) -> RunSpec:
         spec,
         model=model,
         strategy=strategy,
-        training=replace(
-            training, sequence_length=to.sequence_length, accumulation=max(1, to.global_batch // share)
-        ),
+        training=replace(training, sequence_length=to.sequence_length, accumulation=max(1, to.global_batch // share)),
         steps=min(spec.steps, spec.reference_steps),
         warmup=WarmUp(),
         repeat=0,

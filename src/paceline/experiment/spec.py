@@ -60,7 +60,17 @@ FASTEST_TELEMETRY_HZ = 50.0
 # Fields that are not part of the run id: the name of the experiment, how long it may take, how often gauges are read
 # and the run is restarted, the design it is a point of, how its work is proved, the mark of one launch, and what its
 # plugins declare.
-NO_RUN = ("experiment", "timeout_s", "stall_s", "telemetry_hz", "max_restarts", "design", "proof", "lineage", "declared")
+NO_RUN = (
+    "experiment",
+    "timeout_s",
+    "stall_s",
+    "telemetry_hz",
+    "max_restarts",
+    "design",
+    "proof",
+    "lineage",
+    "declared",
+)
 # Fields that are not part of the cell either: repeats of one configuration may differ in them.
 NO_CELL = (*NO_RUN, "repeat", "reference_steps")
 # Options of any launcher or engine that only say how long to wait.
@@ -233,10 +243,9 @@ class RunSpec:
     design: the experimental design of which this run is a point. lineage: the controller's mark of one launch, by which
     it recognises its job and checkpoints. contents: digests of the files that `model` and `data` name, so that changed
     data under the same path is different work. env: environment variables of the ranks (see `variables`). proof: what to
-    do if a reference of this work does not fit; reduction: the mark of a run of a proof group. declared:
-    what plugins from other packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED),
-    so that it can be read where they are not installed; None before. Neither design, lineage nor declared is part of
-    an identity.
+    do if the reference does not fit. reduction: the mark of a run of a proof group. declared: what plugins from other
+    packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED), so that it can be read
+    where they are not installed; None before. Neither design, proof, lineage nor declared is part of an identity.
     """
 
     experiment: str

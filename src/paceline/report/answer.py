@@ -224,7 +224,9 @@ def _bottleneck(report: Report, found: Recommendation) -> str:
 def _endings_of(report: Report, listed_already: bool) -> str:
     """For a report without a recommendation: what was measured, unless listed already, and how the rest ended."""
     named = varying_axes(report)
-    left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith(("reference", "proof on "))]
+    left = [
+        (u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith(("reference", "proof on "))
+    ]
     ended = _endings(left)
     if listed_already or not (cells := ranked_cells(report)):
         return ended

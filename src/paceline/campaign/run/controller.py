@@ -37,12 +37,9 @@ from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
 from paceline.experiment import expansion, foreign, plugins
-from paceline.experiment.choices import Choice
-from paceline.experiment.layout import layout_of
 from paceline.experiment.plugins import load
-from paceline.experiment.spec import RunSpec, Topology, WarmUp
+from paceline.experiment.spec import RunSpec
 from paceline.host import trust
-from paceline.models.arithmetic import load as load_shape
 from paceline.results import attempts, store
 from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status, StepSample

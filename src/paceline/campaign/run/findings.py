@@ -91,7 +91,8 @@ def _run_lines(run_dir: Path) -> list[str]:
 
 
 def _beside(run_dir: Path, record: RunRecord) -> list[RunRecord]:
-    """The runs of the same experiment and work, or of its proof group, with this one, which was read already; only these are read."""
+    """The runs of the same experiment and work, or of its proof group, with this one, which was read already; only
+    these are read."""
     folders = []
     for folder in store.run_dirs(run_dir.parent):
         with contextlib.suppress(StoreError):

@@ -26,7 +26,7 @@ from paceline.report.charts.chart import (
     thinned,
     used,
 )
-from paceline.report.text.cells import axes_of, cell_name, groups, varying_axes, without_shared
+from paceline.report.text.cells import axes_of, cell_name, groups, kind_of, varying_axes, without_shared
 from paceline.wording import format_number, places
 
 BAND = "accepted"
@@ -91,9 +91,10 @@ def loss(report: Report) -> Iterator[Chart]:
 
 
 def _work_name(report: Report, cell: str) -> str:
+    kind = next((kind_of(run) for run in report.runs if run.cell == cell), "")
     axes = axes_of(report, cell) or {}
     shown = [name for name in varying_axes(report) if axes.get(name) is not None]
-    return describe({**axes, "strategy": None, "workload": None}, shown)
+    return kind + describe({**axes, "strategy": None, "workload": None}, shown)
 
 
 def ranks(report: Report) -> Iterator[Chart]:

@@ -36,6 +36,7 @@ from paceline.report.text.cells import (
     axes_of,
     cell_name,
     groups,
+    kind_of,
     unranked,
     varying_axes,
 )
@@ -323,8 +324,10 @@ def comparisons(report: Report) -> Table | None:
 def certification(report: Report) -> Table | None:
     """Per cell: how many runs proved equal work, by how many checks, against which reference."""
     named, by_cell = varying_axes(report), dict[str, list[Certificate]]()
-    for c in report.certificates:
+    # Those that only prove others come last.
+    for c in sorted(report.certificates, key=lambda c: c.proves_only):
         by_cell.setdefault(c.cell, []).append(c)
+    kinds = {run.cell: kind_of(run) for run in report.runs}
 
     def badge(found: list[Certificate]) -> Cell:
         passed = sum(c.valid and not c.differs for c in found)
@@ -333,7 +336,7 @@ def certification(report: Report) -> Table | None:
 
     def name(found: list[Certificate]) -> str:
         cell = found[0].cell
-        return cell_name(report, cell, axes_of(report, cell) or {}, named) or cell
+        return kinds.get(cell, "") + (cell_name(report, cell, axes_of(report, cell) or {}, named) or cell)
 
     columns: tuple[Filled[list[Certificate]], ...] = (
         (Column("cell"), name),

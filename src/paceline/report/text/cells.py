@@ -26,7 +26,7 @@ from paceline.analysis.findings import (
     RunFinding,
     once,
 )
-from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, distinguishing_axes
+from paceline.analysis.findings.cell_axes import DEVICE, EQUAL_WORK, axis_text, describe, distinguishing_axes
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
@@ -187,12 +187,12 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
         if trouble is None and run.is_certified and not run.proves_only and run.cell not in measured:
             trouble = "not measured", run.reason or "the run has no step in the measured window"
         if trouble:
-            label = _kind(run) + describe(_placed(run.axes, run.device_name), named)
+            label = kind_of(run) + describe(_placed(run.axes, run.device_name), named)
             merged.setdefault((run.cell, label, *trouble), []).append(run.run)
     return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
 
 
-def _kind(run: RunFinding) -> str:
+def kind_of(run: RunFinding) -> str:
     """`reference: ` or `proof on 4 of 80 layers: ` for runs that only prove others."""
     kind = "reference" if run.is_reference else "proof" if run.proof else ""
     return kind and f"{kind}{f' on {run.proof}' if run.proof else ''}: "
@@ -286,7 +286,8 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
         for rank, cell in zip(_ranks(order, context.verdicts), order, strict=True)
     )
     brief = {**axes, "model": context.models.get(axes.get("model"), axes.get("model"))}
-    title = ", ".join(axis_text(name, brief) for name in context.named if brief.get(name) is not None)
+    shown = [name for name in (*context.named, EQUAL_WORK) if brief.get(name) is not None]
+    title = ", ".join(axis_text(name, brief) for name in shown)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
     warnings = tuple(note for note in health[0] if all(note in other for other in health))
     heading = SCRIPT if cells[order[0]][THROUGHPUT].axes.get(SCRIPT) else STRATEGY

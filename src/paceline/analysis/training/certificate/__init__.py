@@ -89,9 +89,7 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
     return found | _certify_works([r for r in records if not r.spec.reduction], _proof_groups(in_proofs, found))
 
 
-def _certify_works(
-    records: Sequence[RunRecord], proofs: Mapping[str, Sequence[ProofGroup]]
-) -> dict[str, Certificate]:
+def _certify_works(records: Sequence[RunRecord], proofs: Mapping[str, Sequence[ProofGroup]]) -> dict[str, Certificate]:
     references: defaultdict[str, list[RunRecord]] = defaultdict(list)
     groups: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
