@@ -242,8 +242,8 @@ class RunSpec:
 
     design: the experimental design of which this run is a point. lineage: the controller's mark of one launch, by which
     it recognises its job and checkpoints. contents: digests of the files that `model` and `data` name, so that changed
-    data under the same path is different work. env: environment variables of the ranks (see `variables`). proof: what to
-    do if the reference does not fit. reduction: the mark of a run of a proof group. declared: what plugins from other
+    data under the same path is different work. env: variables of the ranks (see `variables`). proof: what to do if the
+    reference does not fit. reduction: the mark of a run of a proof group. declared: what plugins from other
     packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED), so that it can be read
     where they are not installed; None before. Neither design, proof, lineage nor declared is part of an identity.
     """
