@@ -90,13 +90,29 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
                 if variant == 0:
                     observed = with_final_weights(observed, spec, trainer, initial)
                     later = later_digests(partition, corpus, range(covered, spec.steps), options.budget_s)
-                    observed = dataclasses.replace(observed, later_digests=later)
+                    whole = whole_digests(spec, options.budget_s)
+                    observed = dataclasses.replace(observed, later_digests=later, whole_digests=whole)
                 recorder.conclude(observed)
             if variant == 0:
                 audit(spec, seat, loop, recorder, first=covered)
         # A trainer and its optimizer refer to each other: collect them now to free the device for the next variant.
         del trainer, loop
         release_unused(seat.device)
+
+
+def whole_digests(spec: RunSpec, budget_s: float) -> list[int] | None:
+    """Digests of the first global batches of the work that a proof group proves; None for other references."""
+    from paceline.training.data.corpus import Partition, open_data
+
+    to, training = spec.reduction, spec.training
+    if to is None:
+        return None
+    batch = dataclasses.replace(
+        training, sequence_length=to.of_sequence_length, micro_batch=1, accumulation=to.of_global_batch
+    )
+    whole = dataclasses.replace(spec, training=batch)
+    corpus = open_data(whole, load_shape(spec.model).vocab)
+    return later_digests(Partition.of(whole, 0), corpus, range(spec.steps), budget_s)
 
 
 def later_digests(partition, corpus, steps: range, budget_s: float) -> list[int]:  # type: ignore[no-untyped-def]

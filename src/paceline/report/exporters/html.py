@@ -197,7 +197,8 @@ def _panels(report: Report) -> Iterator[str]:
         if found := doubted.get(cell):
             parts += (paragraph("Unreliable, excluded from comparisons:", "bad"), _measurements(found))
         for certificate in certificates.get(cell, ()):
-            title = f"{tables.TICK if certificate.valid else tables.CROSS} certificate of {certificate.run}"
+            level = f", {certificate.level_text}" if certificate.valid and certificate.level_text else ""
+            title = f"{tables.TICK if certificate.valid else tables.CROSS} certificate of {certificate.run}{level}"
             # A run that is not certified always shows all its checks.
             if certificate.valid and len(report.certificates) > MOST_CERTIFICATES:
                 parts.append(paragraph(f"{title}: {len(certificate.checks)} checks agree.", "quiet"))

@@ -289,9 +289,12 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
     shown = [name for name in (*context.named, EQUAL_WORK) if brief.get(name) is not None]
     title = ", ".join(axis_text(name, brief) for name in shown)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
-    warnings = tuple(note for note in health[0] if all(note in other for other in health))
+    # The title says on what they were proved.
+    titled = f"equal work: {axes.get(EQUAL_WORK)}"
+    warnings = tuple(note for note in health[0] if note != titled and all(note in other for other in health))
     heading = SCRIPT if cells[order[0]][THROUGHPUT].axes.get(SCRIPT) else STRATEGY
-    return Group(title, axes, rows, _notes(context, rows), warnings, heading, context.levels)
+    notes = tuple(note for note in _notes(context, rows) if note != titled)
+    return Group(title, axes, rows, notes, warnings, heading, context.levels)
 
 
 def _differences(alone: list[Group]) -> dict[str, str]:
