@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +220,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.commands:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
-        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments, ahead, price)
+        _print_cells(screen, [*specs, *proving.runs], arguments, ahead, price, proving.refused)
     for line in proving.lines():
         print_hanging(screen, line, 2)
     counts = (
@@ -248,7 +248,9 @@ def _expected(
     from paceline.results.campaign_file import EndedRun, read_end
 
     # What a prediction for another GPU is about cannot run here.
-    wanted = (*Proving(specs).runs, *specs)
+    proving = Proving(specs)
+    wanted = [*proving.runs, *specs]
+    wanted = [spec for spec in wanted if spec.work not in proving.refused]
     runs = [spec for spec in wanted if spec.run_id in predicted or not unsupported(spec)]
     runs, out = [spec for spec in runs if not _is_reused(spec, arguments)], arguments.out
     ended: dict[str, EndedRun] = {}
@@ -284,8 +286,12 @@ def _print_cells(
     arguments: argparse.Namespace,
     ahead: Mapping[str, Expected],
     price: float | None,
+    refused: Collection[str],
 ) -> None:
-    """A table of the cells, then what a reader should know about some of them, each remark once."""
+    """A table of the cells, then what a reader should know about some of them, each remark once.
+
+    refused: works that can neither have a reference nor a proof.
+    """
     from paceline import report
     from paceline.campaign.run.controller import leads_on
     from paceline.campaign.run.references import unsupported
@@ -299,6 +305,8 @@ def _print_cells(
         if (reason := reasons.get(spec.run_id)) is not None:
             return "unsupported" if is_one_reason else f"unsupported: {reason}"
         state = _state(out / spec.experiment / spec.run_id)
+        if state != "finished" and spec.work in refused:
+            return "not started"
         if state != "finished" and _is_reused(spec, arguments):
             reused.append(spec)
             return "reused"

@@ -137,7 +137,7 @@ class Proving:
         members = self._members[work]
         group = _first_fitting(members, why, tuple(reductions(members)) if sizes is None else tuple(sizes))
         if group is None:
-            self.refused[work] = f"{why}, and no reduced form of it fits either"
+            self.refused[work] = f"{why}, and no reduced form of it fits either; use a device with more memory"
         else:
             self.groups[work] = group
 
