@@ -88,12 +88,14 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """All valid launches of one cell and their quantities, by metric and row."""
+    """All valid launches of one cell and their quantities, by metric and row. level: on what it was proved, if its
+    reference does not fit a device."""
 
     spec: RunSpec
     label: str
     records: tuple[RunRecord, ...]
     quantities: Mapping[tuple[str, str | None], Quantity]
+    level: str | None = None
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -114,6 +116,7 @@ class Judged:
     label: str
     status: Status
     reason: str | None
+    level: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -125,7 +128,11 @@ def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     certificates = certify_all(records)
     ours = [r for r in records if not r.proves_only and not r.spec.traits.probes_limit]
     named = untitled_axes([r.axes() for r in ours])
-    judged = (Judged(r, describe(r, named), *status_of(r, certificates.get(r.spec.run_id))) for r in ours)
+    known = ((r, certificates.get(r.spec.run_id)) for r in ours)
+    judged = (
+        Judged(r, describe(r, named), *status_of(r, c), None if c is None or r.spec.script else c.level)
+        for r, c in known
+    )
     return grouped(judged, lambda run: run.record.spec.cell)
 
 
@@ -141,7 +148,7 @@ def subject_of(judged: Iterable[Judged]) -> Subject | None:
         return None
     records = tuple(j.record for j in valid)
     found = {(q.metric, q.row): q for q in quantities_of(records)}
-    return Subject(records[0].spec, valid[0].label, records, found) if found else None
+    return Subject(records[0].spec, valid[0].label, records, found, valid[0].level) if found else None
 
 
 def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:

@@ -240,7 +240,7 @@ class Comparison:
     if they differ enough to matter. launches is the smaller number of launches of the two; one launch has no verdict:
     it is inconclusive, and detectable_ratio is None. launches_needed: about how many launches of each would decide an
     inconclusive one; None if unknown, or more than anybody would make. level: how equal the work of two foreign scripts
-    is; None for other workloads.
+    is, or on what it was proved; None for others.
     """
 
     metric: str

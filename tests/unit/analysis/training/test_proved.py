@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from training_records import build_record, build_reference, build_spec, build_steps, sequence_digest
 
+from paceline.analysis.compare.folders import compare_experiments
+from paceline.analysis.compare.history import judge
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.report import build
 from paceline.analysis.training.certificate import certify, certify_all
@@ -203,3 +205,15 @@ def test_a_report_counts_only_runs_of_the_whole(group: list[RunRecord]) -> None:
     assert {run.run: run.proof for run in report.runs if run.proof} == {
         record.spec.run_id: "4 of 16 layers" for record in group
     }
+
+
+def test_folders_and_histories_know_the_level(group: list[RunRecord]) -> None:
+    first, second = ([run_of("ddp", repeat=r) for r in (0, 1)] for _ in range(2))
+    between = compare_experiments([*group, *first], [*group, *second], ("a", "b"))
+    assert {change.level for change in between.changes} == {LEVEL}
+    whole = build_reference(first[0].spec)
+    assert {c.level for c in compare_experiments([*group, *first], [whole, *second], ("a", "b")).changes} == {
+        f"A {LEVEL}, B certified"
+    }
+    found = judge([*group, *first])
+    assert (found.count, found.dropped) == (2, {})
