@@ -244,7 +244,7 @@ def _sized_group(members: Sequence[RunSpec]) -> Group:
         require(reason is None, "proof", _words(given), f"sizes with which {spec.strategy} works: {reason}")
     runs = {spec.cell: reduced(spec, to) for spec in members}
     (reference,) = references_of(list(runs.values())).values()
-    return Group(reduction=to, reference=reference, runs=runs, why="the experiment gives its sizes", smaller=())
+    return Group(reduction=to, reference=reference, runs=runs, why=f"the experiment gives the sizes for {members[0].model_text}", smaller=())
 
 
 def _words(sizes: dict[str, int]) -> str:
