@@ -1,22 +1,15 @@
 """A proof group: the same configurations of a reduced form of the model, where a reference of the whole does not fit.
 
 `Proof` is what a user requests. `Reduction` marks the runs of a proof group, the one-process reference included: its
-sizes, and those of the work that it proves. `reduced` makes the spec of such a run. See docs/method.md.
+sizes, and those of the work that it proves. `reduced.reduced` makes the spec of such a run. See docs/method.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from paceline.errors import require
-from paceline.experiment.choices import Choice
-from paceline.experiment.layout import layout_of, replicas_of
-
-if TYPE_CHECKING:
-    from paceline.experiment.spec import RunSpec
 
 AUTO, NEVER = "auto", "never"
 MODES = (AUTO, NEVER)
@@ -62,6 +55,12 @@ class Reduction:
     global_batch: int
     of_global_batch: int
 
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            own, whole = getattr(self, name), getattr(self, f"of_{name}")
+            valid = type(own) is type(whole) is int and 1 <= own <= whole
+            require(valid, f"reduction.{name}", own, f"a whole number from 1 to of_{name} ({whole})")
+
     @property
     def text(self) -> str:
         """What is smaller than in the whole.
@@ -87,58 +86,3 @@ class Reduction:
     @property
     def size(self) -> tuple[int, int, int]:
         return self.layers, self.sequence_length, self.global_batch
-
-
-def reduced(spec: RunSpec, to: Reduction) -> RunSpec:
-    """The same configuration with these sizes, over the first steps, as one launch without restarts and design.
-
-    A split of layers over stages keeps its proportions.
-    """
-    from paceline.experiment.spec import WarmUp
-
-    training, strategy, layout = spec.training, spec.strategy, layout_of(spec)
-    share = training.micro_batch * replicas_of(strategy, spec.topology.world_size)
-    if strategy is not None and layout.split and to.layers != to.of_layers:
-        split = "+".join(map(str, scaled_split(layout.split, to.layers)))
-        strategy = Choice(strategy.name, {**strategy.options, "layers": split})
-    model = spec.model
-    if to.layers != to.of_layers:
-        model = Choice(model.name, {**model.options, "layers": to.layers})
-    return replace(
-        spec,
-        model=model,
-        strategy=strategy,
-        training=replace(training, sequence_length=to.sequence_length, accumulation=max(1, to.global_batch // share)),
-        steps=min(spec.steps, spec.reference_steps),
-        warmup=WarmUp(),
-        repeat=0,
-        max_restarts=0,
-        checkpoint_every=None,
-        checkpoint_async=False,
-        design=None,
-        lineage=None,
-        reduction=to,
-    )
-
-
-def scaled_split(split: Sequence[int], layers: int) -> tuple[int, ...]:
-    """The layers of each stage of a smaller model, each at least 1, as near to the proportions as possible.
-
-    >>> scaled_split((39, 41), 4), scaled_split((5, 3), 4), scaled_split((7, 1), 4)
-    ((2, 2), (3, 1), (3, 1))
-    """
-    whole, found = sum(split), [1] * len(split)
-    for _ in range(layers - len(split)):
-        missing = [layers * share / whole - own for share, own in zip(split, found, strict=True)]
-        found[missing.index(max(missing))] += 1
-    return tuple(found)
-
-
-def is_proof_of(proof: RunSpec, spec: RunSpec) -> bool:
-    """Whether a run of a proof group has this configuration; the number of its steps does not matter."""
-    to = proof.reduction
-    return to is not None and to.work == spec.work and same_but_steps(proof, reduced(spec, to))
-
-
-def same_but_steps(a: RunSpec, b: RunSpec) -> bool:
-    return replace(a, steps=1).cell == replace(b, steps=1).cell

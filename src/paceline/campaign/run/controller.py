@@ -163,7 +163,7 @@ def campaign(
             statuses.append(status)
             if cache and sealed is None and status is Status.OK and spec.proves_only:
                 reference_cache.keep(spec, out / spec.experiment / spec.run_id)
-            if status is Status.OOM and _is_reference(spec):
+            if status is Status.OOM and spec == reference:
                 took += prove_on_less(spec)
             if not leads_on(requested):
                 continue

@@ -22,7 +22,8 @@ from paceline.campaign.run.references import references_of, runs_here, unsupport
 from paceline.errors import require
 from paceline.experiment.choices import Choice
 from paceline.experiment.layout import layout_of, replicas_of
-from paceline.experiment.proof import NEVER, Reduction, reduced
+from paceline.experiment.proof import NEVER, SIZES, Reduction
+from paceline.experiment.reduced import reduced
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.memory_limit import GIB
@@ -225,7 +226,7 @@ def _first_fitting(members: Sequence[RunSpec], why: str, sizes: tuple[Reduction,
 def _sized_group(members: Sequence[RunSpec]) -> Group:
     """The group with the sizes that the user gives; RequestError if a configuration cannot have them."""
     wanted, whole, stages = members[0].proof, _whole_of(members[0]), _stages(members)
-    given = {name: getattr(wanted, name) for name in ("layers", "sequence_length", "global_batch")}
+    given = {name: getattr(wanted, name) for name in SIZES}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         most = getattr(whole, f"of_{name}")
@@ -244,7 +245,13 @@ def _sized_group(members: Sequence[RunSpec]) -> Group:
         require(reason is None, "proof", _words(given), f"sizes with which {spec.strategy} works: {reason}")
     runs = {spec.cell: reduced(spec, to) for spec in members}
     (reference,) = references_of(list(runs.values())).values()
-    return Group(reduction=to, reference=reference, runs=runs, why=f"the experiment gives the sizes for {members[0].model_text}", smaller=())
+    return Group(
+        reduction=to,
+        reference=reference,
+        runs=runs,
+        why=f"the experiment gives the sizes for {members[0].model_text}",
+        smaller=(),
+    )
 
 
 def _words(sizes: dict[str, int]) -> str:

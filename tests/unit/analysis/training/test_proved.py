@@ -14,7 +14,8 @@ from paceline.analysis.compare.history import judge
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.report import build
 from paceline.analysis.training.certificate import certify, certify_all
-from paceline.experiment.proof import Reduction, reduced
+from paceline.experiment.proof import Reduction
+from paceline.experiment.reduced import reduced
 from paceline.experiment.spec import RunSpec
 from paceline.report.tables.table import equal_work_text
 from paceline.results.records import RunRecord, Status

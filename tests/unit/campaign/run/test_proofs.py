@@ -17,7 +17,8 @@ from paceline.campaign.run.rehearsed import Rehearsed
 from paceline.errors import RequestError
 from paceline.experiment import recipe
 from paceline.experiment.choices import Choice
-from paceline.experiment.proof import Proof, Reduction, is_proof_of, reduced
+from paceline.experiment.proof import Proof, Reduction
+from paceline.experiment.reduced import configuration, reduced
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status
@@ -226,11 +227,10 @@ def test_a_proof_keeps_everything_but_its_sizes() -> None:
     assert (proof.steps, proof.max_restarts) == (20, 0)
     assert proof.work != spec.work
     assert proof.group_work == spec.work
-    assert is_proof_of(proof, spec)
-    assert is_proof_of(replace(proof, steps=7), replace(spec, repeat=3))
-    assert not is_proof_of(proof, replace(spec, training=replace(spec.training, checkpointing="full")))
+    assert configuration(replace(proof, steps=7)) == configuration(reduced(replace(spec, repeat=3), to))
+    other = replace(spec, training=replace(spec.training, checkpointing="full"))
+    assert configuration(proof) != configuration(reduced(other, to))
     assert RunSpec.from_dict(proof.to_dict()) == proof
-    assert not is_proof_of(spec, spec)
 
 
 def reduction_of(spec: RunSpec, **sizes: int) -> Reduction:

@@ -59,6 +59,7 @@ from paceline.analysis.training.certificate.work import (
     tokens_per_step,
 )
 from paceline.analysis.training.equality import certify_scripts
+from paceline.experiment.reduced import configuration
 from paceline.results.records import RunRecord, Status
 
 
@@ -120,7 +121,8 @@ def _proof_groups(
         standard = standard_of([record for record in members if record.is_reference], ())
         reduction = members[0].spec.reduction
         if standard.reference is not None and reduction is not None:
-            runs = tuple((r.spec, own) for r in members if (own := known.get(r.spec.run_id)) is not None)
+            certified = ((r.spec, known.get(r.spec.run_id)) for r in members)
+            runs = {configuration(spec): own for spec, own in certified if own is not None}
             found[reduction.work].append(ProofGroup(reduction, standard.reference, standard.variants, runs))
     return dict(found)
 

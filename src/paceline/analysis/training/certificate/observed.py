@@ -18,7 +18,8 @@ from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training.window import StepTable, step_table
 from paceline.experiment.layout import Layout, layout_of
-from paceline.experiment.proof import Reduction, is_proof_of
+from paceline.experiment.proof import Reduction
+from paceline.experiment.reduced import configuration, reduced
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.models.adapters import trained_parameters
@@ -102,16 +103,16 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
 @dataclass(frozen=True, slots=True)
 class ProofGroup:
     """The reference of a reduced form of the model with its re-seeded copies, and the certificates of the runs that
-    were compared with it."""
+    were compared with it, by their configuration."""
 
     reduction: Reduction
     reference: Observed
     variants: tuple[Observed, ...]
-    runs: tuple[tuple[RunSpec, Certificate], ...]
+    runs: Mapping[str, Certificate]
 
     def certificate_of(self, spec: RunSpec) -> Certificate | None:
-        """The certificate of the run of this group that has the configuration of a spec; the last one of several."""
-        return next((each for proof, each in reversed(self.runs) if is_proof_of(proof, spec)), None)
+        """The certificate of the run of this group that has the configuration of a spec."""
+        return self.runs.get(configuration(reduced(spec, self.reduction)))
 
 
 @dataclass(frozen=True, slots=True)
