@@ -28,12 +28,13 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.memory_limit import GIB
 from paceline.models import adapters, arithmetic
-from paceline.results.memory_components import goal_bytes
+from paceline.results.memory_components import SPARE_RATIO, goal_bytes
 from paceline.results.records import RunRecord, Status
 
 # Two layers per stage of a pipeline, if they fit: both what is between layers and what is between stages is proved.
 LAYERS_OF_A_STAGE = (2, 1)
 SHORTEST_SEQUENCE = 128
+ARITHMETIC = "at least, by arithmetic"
 # A rehearsal of a large model takes a minute.
 REHEARSAL_S = 180.0
 # Below this share of the memory, by a generous estimate, a reference fits without a rehearsal.
@@ -52,7 +53,14 @@ class Need:
 
     @property
     def fits(self) -> bool:
+        """With some room to spare."""
         return self.needed_bytes <= goal_bytes(self.room_bytes, None)
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether trying would be in vain, even if the prediction is too high. In between, the device decides."""
+        exact = self.basis == ARITHMETIC
+        return self.needed_bytes * (1 if exact else 1 - SPARE_RATIO) > self.room_bytes
 
     @property
     def text(self) -> str:
@@ -97,7 +105,7 @@ class Proving:
         for work, reference in self._whole.items():
             if reference.proof.has_sizes:
                 self.groups[work] = _sized_group(self._members[work])
-            elif reference.proof.mode != NEVER and (need := need_of(reference)) is not None and not need.fits:
+            elif reference.proof.mode != NEVER and (need := need_of(reference)) is not None and need.exceeds:
                 self._reduce(work, f"the one-process reference of {reference.model_text} {need.text}")
 
     @property
@@ -285,8 +293,8 @@ def _need_of(reference: RunSpec) -> Need | None:
         state = int(adapters.state_bytes(shape, reference.tuning, single, 1, base) or 0)
     else:
         state = int(arithmetic.state_bytes(single, arithmetic.parameters(shape), 1, base) or 0)
-        if state > goal_bytes(room, None):
-            return Need(needed_bytes=state, room_bytes=room, basis="at least, by arithmetic")
+        if state > room:
+            return Need(needed_bytes=state, room_bytes=room, basis=ARITHMETIC)
     tokens = training.micro_batch * training.sequence_length
     width = HIDDEN_BYTES * shape.hidden + FFN_BYTES * shape.ffn * (shape.experts_per_token or 1)
     if state + tokens * (shape.layers * width + WORD_BYTES * shape.vocab) <= SMALL_SHARE * room:
