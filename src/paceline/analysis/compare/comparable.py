@@ -128,12 +128,13 @@ def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     certificates = certify_all(records)
     ours = [r for r in records if not r.proves_only and not r.spec.traits.probes_limit]
     named = untitled_axes([r.axes() for r in ours])
-    known = ((r, certificates.get(r.spec.run_id)) for r in ours)
-    judged = (
-        Judged(r, describe(r, named), *status_of(r, c), None if c is None or r.spec.script else c.level)
-        for r, c in known
-    )
+    judged = (_judged(r, describe(r, named), certificates.get(r.spec.run_id)) for r in ours)
     return grouped(judged, lambda run: run.record.spec.cell)
+
+
+def _judged(record: RunRecord, label: str, certificate: Certificate | None) -> Judged:
+    level = None if certificate is None or record.spec.script else certificate.level
+    return Judged(record, ", ".join(filter(None, (label, level))), *status_of(record, certificate), level)
 
 
 def describe(record: RunRecord, named: Iterable[str] = ()) -> str:

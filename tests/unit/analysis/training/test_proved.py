@@ -212,6 +212,7 @@ def test_folders_and_histories_know_the_level(group: list[RunRecord]) -> None:
     first, second = ([run_of("ddp", repeat=r) for r in (0, 1)] for _ in range(2))
     between = compare_experiments([*group, *first], [*group, *second], ("a", "b"))
     assert {change.level for change in between.changes} == {LEVEL}
+    assert all(change.label.endswith(LEVEL) for change in between.changes)
     whole = build_reference(first[0].spec)
     assert {c.level for c in compare_experiments([*group, *first], [whole, *second], ("a", "b")).changes} == {
         f"A {LEVEL}, B certified"
