@@ -13,10 +13,12 @@ from paceline.analysis.compare.folders import compare_experiments
 from paceline.analysis.compare.history import judge
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.report import build
+from paceline.analysis.reproduction import reproduce
 from paceline.analysis.training.certificate import certify, certify_all
 from paceline.experiment.proof import Reduction
 from paceline.experiment.reduced import reduced
 from paceline.experiment.spec import RunSpec
+from paceline.report.replay import reproduction_lines
 from paceline.report.tables.table import equal_work_text
 from paceline.results.records import RunRecord, Status
 
@@ -219,3 +221,16 @@ def test_folders_and_histories_know_the_level(group: list[RunRecord]) -> None:
     }
     found = judge([*group, *first])
     assert (found.count, found.dropped) == (2, {})
+
+
+def test_a_replay_is_judged_by_the_stored_proof(group: list[RunRecord]) -> None:
+    runs = [run_of("ddp"), run_of("fsdp2")]
+    cells = {run.spec.cell: run.spec.cell for run in runs}
+    found = reproduce([*group, *runs], [*group, *runs], cells)
+    assert [(cell.certificate.valid, cell.certificate.level) for cell in found.cells if cell.certificate] == [
+        (True, LEVEL),
+        (True, LEVEL),
+    ]
+    lines = [line for line in reproduction_lines(found) if "checks hold" in line]
+    assert len(lines) == 2
+    assert all(f"against the stored reference, {LEVEL}; " in line for line in lines)

@@ -76,7 +76,7 @@ def certify(
         return certify_scripts([run, *map(observe, peers)])[run.run]
     known = [*filter(None, [reference]), *more]
     own = [each for each in known if each.spec.reduction == record.spec.reduction]
-    proofs = _proof_groups([each for each in known if each not in own])
+    proofs = _proof_groups([each for each in known if each.spec.reduction != record.spec.reduction])
     group = [run, *(observe(p) for p in peers if p.evidence)]
     return _judge(run, _with_proof(standard_of(own, group), proofs.get(record.spec.work, ())))
 
