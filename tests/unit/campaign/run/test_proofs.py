@@ -168,6 +168,11 @@ def test_a_failed_proof_keeps_the_whole_from_starting(tmp_path: Path, launcher: 
     refused = whole(tmp_path)["fsdp2"]
     assert str(refused.error).startswith("not started: not proved on 4 of 16 layers: proof-fsdp2-tiny-2x-r0-")
     assert "loss trajectory" in str(refused.error)
+    # Once it is fixed, --resume repeats the proof and then runs the whole.
+    fixed = Ranks()
+    launcher(fixed)
+    assert run(specs, tmp_path, retry=True)[0] == [Status.OK] * 5
+    assert fixed.layers == [("fsdp2", 4), ("fsdp2", 16)]
 
 
 def test_a_mistake_of_the_whole_is_found_beside_two_others(tmp_path: Path, launcher: Launch) -> None:
