@@ -36,8 +36,8 @@ from paceline.analysis.statistics.verdict import BETWEEN_DAYS, FEWEST_LAUNCHES, 
 from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate.trajectory import SPREAD_FACTOR
 from paceline.analysis.training.window import STEP_COLUMNS, Window, open_window
-from paceline.campaign.run.controller import VARIANTS
 from paceline.campaign.run.copies import MORE
+from paceline.campaign.run.references import VARIANTS
 from paceline.campaign.run.stopping import MOST_LAUNCHES
 from paceline.experiment import expansion
 from paceline.experiment.choices import Choice

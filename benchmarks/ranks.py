@@ -16,7 +16,7 @@ from pathlib import Path
 
 from report import TIMED, _outcome, _timed, _write_run, timed_command
 
-from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run.references import reference_of
 from paceline.experiment import expansion
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine

@@ -64,7 +64,7 @@ def timed_command(*words: str) -> dict[str, Any]:
 
 def write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
     """Made-up but complete runs: five repeats of cells that differ in strategy and micro batch, and references."""
-    from paceline.campaign.run.controller import references_of
+    from paceline.campaign.run.references import references_of
 
     file = folder / "many.yaml"
     file.write_text("name: many\nbase: {model: tiny, sequence_length: 64, precision: fp32, device: cpu}\n")

@@ -17,8 +17,8 @@ from testbed import EXHAUSTIVE
 from adversary import honest, other_data, planted, ranks, routed, split
 from paceline.analysis.findings import Certificate
 from paceline.analysis.training.certificate import certify_all
-from paceline.campaign.run.controller import references_of
 from paceline.campaign.run.copies import supplement_of
+from paceline.campaign.run.references import references_of
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.results import store

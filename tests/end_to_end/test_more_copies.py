@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from testbed.instant import Watcher
 
-from paceline.campaign.run import controller, supervision
+from paceline.campaign.run import controller, references, supervision
 from paceline.campaign.run.findings import report_of, run_lines
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
@@ -54,7 +54,7 @@ def done(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
         patch.setattr(supervision, "run_attempts", changed)
-        patch.setattr(controller, "FEW_STEPS", 1)  # so that the reference in fp32 has a copy
+        patch.setattr(references, "FEW_STEPS", 1)  # so that the reference in fp32 has a copy
         statuses = controller.campaign(specs, out, Watcher(), notify=messages.append)
     records, skipped = store.read_runs(out)
     assert not skipped

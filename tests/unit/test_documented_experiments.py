@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.campaign.run.controller import unsupported
+from paceline.campaign.run.references import unsupported
 from paceline.errors import RequestError
 from paceline.experiment import expansion
 

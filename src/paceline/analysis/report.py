@@ -77,9 +77,9 @@ def judge(records: Sequence[RunRecord]) -> Judged:
     ordered = sorted(records, key=_by_start)
     certificates = certify_all(ordered)
     windows = {
-        r.spec.run_id: replace(open_window(r), certificate=certificates.get(r.spec.run_id) if r.spec.script else None)
+        r.spec.run_id: replace(open_window(r), certificate=_graded(certificates.get(r.spec.run_id)))
         for r in ordered
-        if r.steps and r.spec.is_certified
+        if r.steps and r.spec.is_certified and not r.proves_only
     }
     trusted = (
         windows[run]
@@ -88,8 +88,13 @@ def judge(records: Sequence[RunRecord]) -> Judged:
     )
     # The work of other runs is not part of their cell.
     made = recipes(r for r in ordered if r.spec.is_trained)
-    works = frozenset(r.spec.work for r in records)
+    works = frozenset(r.spec.group_work for r in records)
     return Judged(works, certificates, windows, metrics.gather(trusted), {recipe.cell: recipe for recipe in made})
+
+
+def _graded(certificate: Certificate | None) -> Certificate | None:
+    """The certificate if it has a level, which its cell then has."""
+    return certificate if certificate is not None and certificate.level else None
 
 
 def _by_start(record: RunRecord) -> tuple[float, str]:
@@ -116,15 +121,16 @@ def build(
     """
     ordered = sorted(records, key=_by_start)
     known = frozenset[str]().union(*(part.works for part in judged))
-    parts = [*judged, judge([record for record in ordered if record.spec.work not in known])]
+    parts = [*judged, judge([record for record in ordered if record.spec.group_work not in known])]
     findings = {run: found for part in parts for run, found in part.certificates.items()}
     # In the order in which one process finds them: by work.
     by_work = grouped((r for r in ordered if r.spec.run_id in findings), lambda record: record.spec.work)
     certificates = {r.spec.run_id: findings[r.spec.run_id] for members in by_work.values() for r in members}
     windows = {run: window for part in parts for run, window in part.windows.items()}
-    runs = tuple(_finding(r, certificates, windows) for r in ordered)
+    proved = {r.spec.work for r in ordered if (c := certificates.get(r.spec.run_id)) and c.valid and _is_proved(r, c)}
+    runs = tuple(_finding(r, certificates, windows, r.is_reference and r.spec.work in proved) for r in ordered)
     trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
-    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
+    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK and r.spec.reduction is None]
     peaks = ceilings.analyse(sound)
     gathered = {cell.id: cell for part in parts for cell in part.cells}
     cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks), gathered)
@@ -135,7 +141,7 @@ def build(
     invalid = [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
     network, memory_found = fabric.analyse(sound, invalid), memory.analyse(ordered, runs)
     before = history.judge(earlier, records)
-    replaced = sum(not record.is_reference for record in earlier)
+    replaced = sum(not record.proves_only for record in earlier)
     tested = nodes.analyse(sound, baseline)
     replaced_note = []
     if replaced:
@@ -186,6 +192,7 @@ def build(
         recipes=recipes(ordered, {cell: recipe for part in parts for cell, recipe in part.recipes.items()}),
         notes=(
             *_notes(cells, runs, _machines(ordered)),
+            *_proof_notes(ordered, certificates),
             *_reused_notes(ordered),
             *replaced_note,
             *network.notes,
@@ -208,7 +215,18 @@ def build(
 # --- one run ---
 
 
-def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows: Mapping[str, Window]) -> RunFinding:
+def _is_proved(record: RunRecord, certificate: Certificate) -> bool:
+    """Whether a run of the whole was proved on less."""
+    return record.spec.script is None and record.spec.reduction is None and certificate.level is not None
+
+
+def _finding(
+    record: RunRecord,
+    certificates: Mapping[str, Certificate],
+    windows: Mapping[str, Window],
+    replaced: bool = False,
+) -> RunFinding:
+    """replaced: a reference in whose place a proof group stands."""
     run = record.spec.run_id
     window = windows.get(run)
     status, reason = comparable.status_of(record, certificates.get(run))
@@ -237,6 +255,8 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         traits=record.spec.traits,
         rank_steps=_rank_steps(record),
         trace=next((str(e.settings["trace"]) for e in evidence if "trace" in e.settings), None),
+        proof=record.spec.reduction.text if record.spec.reduction else None,
+        replaced=replaced,
     )
 
 
@@ -308,6 +328,8 @@ def _health(record: RunRecord, window: Window | None, certificate: Certificate |
         compared = f"only {certificate.compared_steps} of {certificate.steps} steps could be compared"
         if certificate.unstable_from is not None:
             compared += f": training is unstable from step {certificate.unstable_from} on; lower learning_rate"
+        if certificate.level and not certificate.compared_steps and not record.spec.script:
+            compared = "no step could be compared at full size: this is the only configuration of its work"
         found.append(compared)
     return tuple(found)
 
@@ -336,7 +358,7 @@ def _beyond_context(spec: RunSpec) -> str | None:
 
 
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
-    measured = [run for run in runs if not run.is_reference]
+    measured = [run for run in runs if not run.proves_only]
     notes = []
     evidence = [(c, c.windows[0].record.evidence) for c in cells]
     if shapes := sorted(
@@ -375,17 +397,39 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
     return notes
 
 
-def _reused_notes(records: Sequence[RunRecord]) -> list[str]:
-    """The references that were not computed for these runs."""
-    reused = [record for record in records if record.reused]
-    if not reused:
-        return []
-    days = sorted({f"{datetime.fromtimestamp(record.started_at, UTC):%Y-%m-%d}" for record in reused})
-    many = "1 reference was" if len(reused) == 1 else f"{len(reused)} references were"
+def _proof_notes(records: Sequence[RunRecord], certificates: Mapping[str, Certificate]) -> list[str]:
+    """What certificates of works without a reference rest on."""
+    cells: dict[str, dict[str, None]] = {}
+    for record in records:
+        certificate = certificates.get(record.spec.run_id)
+        if certificate is not None and certificate.valid and _is_proved(record, certificate):
+            cells.setdefault(str(certificate.level), {})[record.spec.cell] = None
     return [
-        f"{many} reused, computed on {' and '.join(days)} with equal request, data, software, variables and class of "
-        "machine (--no-cache computes references again)"
+        f"{level}: the whole has no one-process reference. {_configurations(len(own))} against one process in this "
+        f"reduced form{', and compared with each other at full size' if len(own) > 1 else ''}"
+        for level, own in cells.items()
     ]
+
+
+def _configurations(count: int) -> str:
+    return "1 configuration was certified" if count == 1 else f"{count} configurations were certified"
+
+
+def _reused_notes(records: Sequence[RunRecord]) -> list[str]:
+    """The references and proofs that were not computed for these runs."""
+    notes = []
+    for noun, reused in (
+        ("reference", [record for record in records if record.reused and record.is_reference]),
+        ("proof", [record for record in records if record.reused and not record.is_reference]),
+    ):
+        if reused:
+            days = sorted({f"{datetime.fromtimestamp(record.started_at, UTC):%Y-%m-%d}" for record in reused})
+            many = f"1 {noun} was" if len(reused) == 1 else f"{len(reused)} {noun}s were"
+            notes.append(
+                f"{many} reused, computed on {' and '.join(days)} with equal request, data, software, variables and "
+                f"class of machine (--no-cache computes {noun}s again)"
+            )
+    return notes
 
 
 def _with_served(report: Report, records: Sequence[RunRecord], costing: Costing) -> Report:
@@ -423,7 +467,7 @@ def recipes(records: Iterable[RunRecord], known: Mapping[str, Recipe] = MappingP
     """One per cell in the order of its first run; references follow from the cells that need them. known: by cell,
     those that were made already."""
     made = []
-    for cell, specs in grouped((r.spec for r in records if not r.is_reference), lambda spec: spec.cell).items():
+    for cell, specs in grouped((r.spec for r in records if not r.proves_only), lambda spec: spec.cell).items():
         if cell in known:
             made.append(known[cell])
             continue

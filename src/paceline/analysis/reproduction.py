@@ -59,7 +59,7 @@ def side_of(records: Sequence[RunRecord]) -> Side:
         certificates,
         {cell.id: cell for cell in metrics.gather(map(open_window, valid))},
         grouped(uncertified.measurements, lambda m: m.cell),
-        grouped((r for r in records if r.is_reference and r.status is Status.OK), lambda r: r.spec.work),
+        grouped((r for r in records if r.proves_only and r.status is Status.OK), lambda r: r.spec.group_work),
     )
 
 

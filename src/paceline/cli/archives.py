@@ -72,7 +72,9 @@ def replay(arguments: argparse.Namespace) -> int:
     from paceline.analysis.reproduction import reproduce
     from paceline.campaign.live import display
     from paceline.campaign.run import replay as replaying
-    from paceline.campaign.run.controller import campaign, interruptible, references_of, unsupported
+    from paceline.campaign.run.controller import campaign, interruptible
+    from paceline.campaign.run.proofs import Proving
+    from paceline.campaign.run.references import references_of, unsupported
     from paceline.errors import require
     from paceline.experiment import foreign
     from paceline.host import machine
@@ -100,7 +102,7 @@ def replay(arguments: argparse.Namespace) -> int:
     for text in request.dropped:
         print_plain(screen, f"not taken from the capsule: {text}")
     if arguments.dry_run:
-        for number, spec in enumerate((*references_of(request.specs).values(), *request.specs), 1):
+        for number, spec in enumerate((*Proving(request.specs).runs, *request.specs), 1):
             reason = unsupported(spec)
             sealed = store.is_sealed(out / spec.experiment / spec.run_id)
             note = f"unsupported: {reason}" if reason else "finished by an earlier replay" if sealed else "to run"

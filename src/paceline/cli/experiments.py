@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,10 +207,11 @@ def _answer_so_far(records: Sequence[RunRecord]) -> str:
 
 def plan(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run import forecast
-    from paceline.campaign.run.controller import references_of
+    from paceline.campaign.run.proofs import Proving
 
     specs = _specs(arguments)
-    runs = [*references_of(specs).values(), *specs]
+    proving = Proving(specs)
+    runs = [*proving.runs, *specs]
     if arguments.manifests:
         return _print_manifests(runs, arguments.out)
     screen = console()
@@ -219,11 +220,14 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.commands:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
-        _print_cells(screen, [*specs, *runs[: len(runs) - len(specs)]], arguments, ahead, price)
+        _print_cells(screen, [*specs, *proving.runs], arguments, ahead, price, proving.refused)
+    for line in proving.lines():
+        print_hanging(screen, line, 2)
     counts = (
         (len({spec.cell for spec in specs}), "cell"),
         (len(specs), "run"),
-        (len(runs) - len(specs), "reference run"),
+        (len(proving.references), "reference run"),
+        *([(len(proofs), "proof run")] if (proofs := proving.runs[len(proving.references) :]) else []),
     )
     total = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     print_hanging(screen, f"{total}; results in {arguments.out}", 2)
@@ -237,13 +241,16 @@ def plan(arguments: argparse.Namespace) -> int:
 def _expected(
     specs: Sequence[RunSpec], arguments: argparse.Namespace, predicted: Mapping[str, Forecast]
 ) -> dict[str, Expected]:
-    """What each unfinished run of a request and its references will take, without references that are reused."""
+    """What each unfinished run of a request, its references and proofs will take, without those that are reused."""
     from paceline.campaign.run import forecast
-    from paceline.campaign.run.controller import references_of, unsupported
+    from paceline.campaign.run.proofs import Proving
+    from paceline.campaign.run.references import unsupported
     from paceline.results.campaign_file import EndedRun, read_end
 
     # What a prediction for another GPU is about cannot run here.
-    wanted = (*references_of(specs).values(), *specs)
+    proving = Proving(specs)
+    wanted = [*proving.runs, *specs]
+    wanted = [spec for spec in wanted if spec.work not in proving.refused]
     runs = [spec for spec in wanted if spec.run_id in predicted or not unsupported(spec)]
     runs, out = [spec for spec in runs if not _is_reused(spec, arguments)], arguments.out
     ended: dict[str, EndedRun] = {}
@@ -254,7 +261,7 @@ def _expected(
 
 
 def _is_reused(spec: RunSpec, arguments: argparse.Namespace) -> bool:
-    """Whether an earlier campaign has an equal reference."""
+    """Whether an earlier campaign has an equal reference or proof."""
     from paceline.campaign.run import reference_cache
 
     return not arguments.no_cache and reference_cache.find(spec) is not None
@@ -279,10 +286,15 @@ def _print_cells(
     arguments: argparse.Namespace,
     ahead: Mapping[str, Expected],
     price: float | None,
+    refused: Collection[str],
 ) -> None:
-    """A table of the cells, then what a reader should know about some of them, each remark once."""
+    """A table of the cells, then what a reader should know about some of them, each remark once.
+
+    refused: works that can neither have a reference nor a proof.
+    """
     from paceline import report
-    from paceline.campaign.run.controller import leads_on, unsupported
+    from paceline.campaign.run.controller import leads_on
+    from paceline.campaign.run.references import unsupported
     from paceline.cli import plans
 
     reasons = {spec.run_id: reason for spec in runs if (reason := unsupported(spec))}
@@ -293,6 +305,8 @@ def _print_cells(
         if (reason := reasons.get(spec.run_id)) is not None:
             return "unsupported" if is_one_reason else f"unsupported: {reason}"
         state = _state(out / spec.experiment / spec.run_id)
+        if state != "finished" and spec.work in refused:
+            return "not started"
         if state != "finished" and _is_reused(spec, arguments):
             reused.append(spec)
             return "reused"
@@ -306,11 +320,11 @@ def _print_cells(
     if is_one_reason:
         remarks.insert(0, f"unsupported: {next(iter(reasons.values()))}")
     if reused:
-        remarks.insert(0, "reused: an earlier campaign computed an equal reference; --no-cache computes it again")
+        remarks.insert(0, "reused: an earlier campaign computed an equal run; --no-cache computes it again")
     outlines = [_describe(spec) for spec in runs if not spec.is_trained or spec.script is not None]
     for remark in dict.fromkeys((*outlines, *remarks)):
         print_hanging(screen, remark, 2)
-    for line in pictures(runs):
+    for line in pictures([spec for spec in runs if spec.reduction is None]):
         print_hanging(screen, line, 4)
 
 
@@ -326,7 +340,7 @@ def pictures(runs: Sequence[RunSpec]) -> list[str]:
 
 def _picture(spec: RunSpec) -> list[str]:
     """Which rank holds what, for a strategy that declares a layout."""
-    from paceline.campaign.run.controller import unsupported
+    from paceline.campaign.run.references import unsupported
     from paceline.experiment.layout import declared_layout
     from paceline.models import arithmetic
 
@@ -360,7 +374,8 @@ def _print_runs(
     screen: Console, runs: Sequence[RunSpec], out: Path, predicted: Mapping[str, Forecast], price: float | None
 ) -> None:
     """Every run with its remarks and the command that starts it."""
-    from paceline.campaign.run.controller import leads_on, unsupported
+    from paceline.campaign.run.controller import leads_on
+    from paceline.campaign.run.references import unsupported
     from paceline.experiment.plugins import load
 
     for number, spec in enumerate(runs, 1):
@@ -420,7 +435,7 @@ def _state(run_dir: Path) -> str:
 
 def _print_manifests(runs: list[RunSpec], out: Path) -> int:
     """Print the manifests byte for byte as the engine gets them, or nothing if one run has none."""
-    from paceline.campaign.run.controller import unsupported
+    from paceline.campaign.run.references import unsupported
     from paceline.errors import require
     from paceline.experiment.plugins import load
 

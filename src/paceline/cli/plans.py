@@ -27,13 +27,13 @@ def table(
     expected: Mapping[str, Expected],
     usd_per_gpu_hour: float | None,
 ) -> Table | None:
-    """A row per cell in the order of the experiment, references last; columns that say nothing are left out.
+    """A row per cell in the order of the experiment, references and proofs last; columns that say nothing are left out.
 
     memory_of gives the bytes of state of one process. expected has what unfinished runs will take; an upper bound is
     marked.
     """
     cells = list(grouped(specs, lambda spec: spec.cell).values())
-    axes = [runs[0].axes() for runs in cells if not _is_reference(runs[0])]
+    axes = [runs[0].axes() for runs in cells if not runs[0].proves_only]
     named = [name for name in distinguishing_axes(axes) if len({repr(each.get(name)) for each in axes}) > 1]
 
     references = [runs[0] for runs in cells if _is_reference(runs[0])]
@@ -44,11 +44,14 @@ def table(
     def name(runs: Sequence[RunSpec]) -> str:
         spec = runs[0]
         if not _is_reference(spec):
+            if spec.reduction is not None:
+                return f"proof on {spec.reduction.text}: {describe(spec.axes(), named)}"
             return describe(spec.axes(), named or ("model", "world_size"))
+        of_proof = f" on {spec.reduction.text}" if spec.reduction else ""
         model = f", {spec.model_text}" if len(models) > 1 else ""
         length = f", sequence length {_length(spec)}" if len(lengths) > 1 else ""
         precision = f", {_precision(spec)}" if len(precisions) > 1 else ""
-        return f"reference{model}{precision}{length}, global batch {spec.global_batch}"
+        return f"reference{of_proof}{model}{precision}{length}, global batch {spec.global_batch}"
 
     def state(runs: Sequence[RunSpec]) -> Cell:
         states = [state_of(spec) for spec in runs]

@@ -228,7 +228,7 @@ def conclude(
     refused = [node for node in report.nodes if node.is_refused and (requested is None or node.run in requested)]
     lost = [load for load in report.served if load.fails and (requested is None or set(load.runs) & set(requested))]
     bad = [*(r for r in runs if r.is_failure), *refused, *lost]
-    ended_ok = [r for r in runs if r.status == "ok" and not r.is_reference]
+    ended_ok = [r for r in runs if r.status == "ok" and not r.proves_only]
     measured = {m.cell for m in report.measurements}
     # A run whose warm-up left no timed step ended ok but measured nothing.
     blank = [r for r in ended_ok if r.is_certified and r.cell not in measured]

@@ -26,6 +26,8 @@ DOUBLING = "doubling"
 TUNING = {field.name for field in dataclasses.fields(Tuning)}
 # Fields that name something with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
+# Fields that are mappings of fields.
+GROUPS = ("warmup", "proof")
 # The cells that `--benchmark` keeps, by what their workload declares.
 BENCHMARKS: dict[str, Callable[[Traits], bool]] = {
     "comm": lambda traits: traits.measures_network,
@@ -140,7 +142,7 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
     nested = {key: value for key, value in given.items() if "." in key and not key.startswith(variables.PREFIX)}
     axes = {key: value for key, value in given.items() if isinstance(value, list) and key not in nested}
     fixed = {key: value for key, value in given.items() if key not in axes and key not in nested}
-    base = _with_warmup(experiment.base | fixed, nested)
+    base = _with_groups(experiment.base | fixed, nested)
     # Variables with several values in the base are axes of every matrix that does not set them.
     several = {key: base.pop(key) for key in tuple(base) if _is_variable_axis(key, base[key])}
 
@@ -202,16 +204,19 @@ def _is_variable_axis(key: str, value: object) -> bool:
     return key.startswith(variables.PREFIX) and isinstance(value, list)
 
 
-def _with_warmup(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+def _with_groups(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
     """The base with settings such as `warmup.minimum=3` applied; `_with_options` applies options of a choice."""
     result = dict(base)
     for key, value in nested.items():
         group, _, field = key.partition(".")
-        if group != "warmup" and group not in CHOICES:
-            accepted = f"warmup.FIELD, env.VARIABLE, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
-            raise RequestError(f"--set: got {key!r}, expected {accepted}.{did_you_mean(group, CHOICES)}")
-        if group == "warmup":
+        if group not in (*GROUPS, *CHOICES):
+            own = ", ".join(f"{name}.FIELD" for name in GROUPS)
+            accepted = f"{own}, env.VARIABLE, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
+            hint = did_you_mean(group, (*GROUPS, *CHOICES))
+            raise RequestError(f"--set: got {key!r}, expected {accepted}.{hint}")
+        if group in GROUPS:
             before = result.get(group, {})
+            before = {} if (group, before) == ("proof", "auto") else before
             require(isinstance(before, dict), group, before, "a mapping of its fields")
             result[group] = {**before, field: value}
     return result

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from paceline.errors import RequestError, Scalar, did_you_mean, require, shown
 from paceline.experiment import plugins, variables
@@ -17,6 +17,7 @@ from paceline.experiment.compilation import canonical
 from paceline.experiment.input_digests import digests
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Offer, Traits, declared, load
+from paceline.experiment.proof import AUTO, Proof
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import DEFAULT_WORKLOAD, Precision, RunSpec, Topology, Training, Tuning, WarmUp
 from paceline.host import machine
@@ -36,6 +37,21 @@ class WarmUpFields(Strict):
     maximum: int | None = None
     window: int | None = None
     slope_ratio: float | None = None
+
+
+class ProofFields(Strict):
+    """`auto`, `never`, or the sizes of a proof group and the memory of a reference; see `proof.Proof`."""
+
+    mode: str = AUTO
+    layers: int | None = None
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    limit_gib: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_mode(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
 
 
 class OwnFields(Strict):
@@ -70,6 +86,7 @@ class OwnFields(Strict):
     warmup: WarmUpFields = WarmUpFields()
     seed: int = 42
     reference_steps: int = 20
+    proof: ProofFields = ProofFields()
     timeout_s: float = 1800.0
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
@@ -222,6 +239,7 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         contents={} if script else digests(model, data),
         env=variables.checked(cell.env, launcher),
+        proof=Proof(**cell.proof.model_dump()),
         **{field: getattr(cell, field) for field in _RUN if field != "steps"},
         steps=cell.steps if script is None or "steps" in cell.model_fields_set else 0,
     )
@@ -231,7 +249,7 @@ def _script(cell: OwnFields, topology: Topology) -> scripts.Script:
     """The command of a cell. Fields that Paceline's own training loop reads would have no effect on it."""
     require(bool(cell.command), "command", cell.command, "the words of a command, such as [train.py, --lr, 0.1]")
     idle = sorted(
-        {*_TRAINING, *_TUNING, "strategy", "precision", "reduce_dtype", "accumulation", "global_batch", "data"}
+        {*_TRAINING, *_TUNING, "strategy", "precision", "reduce_dtype", "accumulation", "global_batch", "data", "proof"}
     )
     given = [name for name in idle if name in cell.model_fields_set and name != "model"]
     accepted = "fields that have an effect on a script, or names that its command contains in braces"

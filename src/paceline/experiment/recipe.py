@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.errors import Scalar, require
 from paceline.experiment import variables
+from paceline.experiment.proof import Proof
 from paceline.experiment.script import UNKNOWN_MODEL
 from paceline.experiment.spec import RunSpec
 
@@ -63,6 +64,7 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "warmup": dataclasses.asdict(spec.warmup),
         "seed": spec.seed,
         "reference_steps": spec.reference_steps,
+        **_proof_field(spec),
         "timeout_s": spec.timeout_s,
         "stall_s": spec.stall_s,
         "telemetry_hz": spec.telemetry_hz,
@@ -71,6 +73,14 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         **({"checkpoint_async": True} if spec.checkpoint_async else {}),
         **{f"{variables.PREFIX}{name}": value for name, value in spec.env.items()},
     }
+
+
+def _proof_field(spec: RunSpec) -> dict[str, Any]:
+    if spec.proof == Proof():
+        return {}
+    given = {name: value for name, value in dataclasses.asdict(spec.proof).items() if value is not None}
+    mode = given.pop("mode")
+    return {"proof": given or mode}
 
 
 def _script_fields(spec: RunSpec) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from paceline.experiment.compilation import Compilation, compilation
 from paceline.experiment.factorial import Design
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Traits
+from paceline.experiment.proof import Proof, Reduction
 from paceline.experiment.script import UNKNOWN_MODEL, Script
 from paceline.experiment.serving import Serving
 
@@ -57,8 +58,19 @@ LONGEST_STRATEGY = 120
 FASTEST_TELEMETRY_HZ = 50.0
 
 # Fields that are not part of the run id: the name of the experiment, how long it may take, how often gauges are read
-# and the run is restarted, the design it is a point of, the mark of one launch, and what its plugins declare.
-NO_RUN = ("experiment", "timeout_s", "stall_s", "telemetry_hz", "max_restarts", "design", "lineage", "declared")
+# and the run is restarted, the design it is a point of, how its work is proved, the mark of one launch, and what its
+# plugins declare.
+NO_RUN = (
+    "experiment",
+    "timeout_s",
+    "stall_s",
+    "telemetry_hz",
+    "max_restarts",
+    "design",
+    "proof",
+    "lineage",
+    "declared",
+)
 # Fields that are not part of the cell either: repeats of one configuration may differ in them.
 NO_CELL = (*NO_RUN, "repeat", "reference_steps")
 # Options of any launcher or engine that only say how long to wait.
@@ -235,10 +247,10 @@ class RunSpec:
 
     design: the experimental design of which this run is a point. lineage: the controller's mark of one launch, by which
     it recognises its job and checkpoints. contents: digests of the files that `model` and `data` name, so that changed
-    data under the same path is different work. env: environment variables of the ranks (see `variables`). declared:
-    what plugins from other packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED),
-    so that it can be read where they are not installed; None before. Neither design, lineage nor declared is part of
-    an identity.
+    data under the same path is different work. env: variables of the ranks (see `variables`). proof: what to do if the
+    reference does not fit. reduction: the mark of a run of a proof group. declared: what plugins from other
+    packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED), so that it can be read
+    where they are not installed; None before. Neither design, proof, lineage nor declared is part of an identity.
     """
 
     experiment: str
@@ -266,6 +278,8 @@ class RunSpec:
     design: Design | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    proof: Proof = field(default_factory=Proof)
+    reduction: Reduction | None = None
     lineage: str | None = None
     declared: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = field(default=None, compare=False, repr=False)
 
@@ -379,7 +393,8 @@ class RunSpec:
         # For a directory, the last path component is enough: the digest covers the rest. File names have a limit.
         model = None if self.traits.measures_network else str(_last_part(self.model.name))[:40]
         model = self.script.title.removesuffix(".py")[:40] if self.script else model
-        label = "-".join(filter(None, (workload, strategy, model, f"{self.topology.world_size}x")))
+        proof = "proof" if self.reduction else None
+        label = "-".join(filter(None, (proof, workload, strategy, model, f"{self.topology.world_size}x")))
         slug = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()
         return f"{slug}-r{self.repeat}-{_digest(self._without(*NO_RUN))[:10]}"
 
@@ -402,8 +417,19 @@ class RunSpec:
                 "optimizer": [t.learning_rate, t.weight_decay, t.clip_norm],
                 **({"tuning": dataclasses.asdict(self.tuning)} if self.tuning else {}),
                 **({"contents": dict(self.contents)} if self.contents else {}),
+                **({"reduction": dataclasses.asdict(self.reduction)} if self.reduction else {}),
             }
         )
+
+    @property
+    def group_work(self) -> str:
+        """Same for the runs of one work and for those of its proof group, which are judged together."""
+        return self.reduction.work if self.reduction else self.work
+
+    @property
+    def proves_only(self) -> bool:
+        """Whether the run only proves others: a reference, or a run of a proof group. Its speed is not measured."""
+        return self.workload.name == "reference" or self.reduction is not None
 
     @property
     def model_text(self) -> str:
@@ -493,9 +519,11 @@ class RunSpec:
     def to_dict(self) -> dict[str, Any]:
         """As spec.json stores it. Shipped plugins are not recorded in `declared`: their files say it."""
         values = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        for name in ("env", "script", "checkpoint_async"):
+        for name in ("env", "script", "checkpoint_async", "reduction"):
             if not getattr(self, name):
                 del values[name]
+        if self.proof == Proof():
+            del values["proof"]
         declared: dict[str, dict[str, Any]] = {}
         for kind, choice in (("workloads", self.workload), ("launchers", self.launcher), ("engines", self.engine)):
             constants = None
@@ -523,6 +551,8 @@ class RunSpec:
             "serving": Serving(**values["serving"]) if values.get("serving") else None,
             "script": Script.from_dict(values["script"]) if values.get("script") else None,
             "design": Design.from_dict(values["design"]) if values.get("design") else None,
+            "proof": Proof(**values.get("proof") or {}),
+            "reduction": Reduction(**values["reduction"]) if values.get("reduction") else None,
         }
         for key in ("workload", "model", "strategy", "launcher", "engine"):
             values[key] = Choice(**values[key]) if values.get(key) else None
@@ -531,7 +561,8 @@ class RunSpec:
     def _without(self, *fields: str) -> dict[str, Any]:
         """The fields that make an identity. Fields that were added later count only where they are set, so that older
         runs keep their ids."""
-        later = ("tuning", "contents", "checkpoint_every", "checkpoint_async", "serving", "engine", "env", "script")
+        later: tuple[str, ...] = ("tuning", "contents", "checkpoint_every", "checkpoint_async", "serving", "engine")
+        later += ("env", "script", "reduction")
         empty = tuple(name for name in later if not getattr(self, name))
         left_out = {*fields, *empty}
         values = {name: _plain(getattr(self, name)) for name in _field_names(RunSpec) if name not in left_out}

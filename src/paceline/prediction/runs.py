@@ -130,7 +130,7 @@ def measured(record: RunRecord, cpu: Accelerator | None = None) -> Measured | No
 
     Runs that watch memory or search for its limit take too few steps to be timed.
     """
-    counts = record.spec.is_certified and not record.is_reference and not record.shares_gpu
+    counts = record.spec.is_certified and not record.proves_only and not record.shares_gpu
     if record.status is not Status.OK or not counts or not len(record.steps):
         return None
     setup = setup_of_record(record, cpu)

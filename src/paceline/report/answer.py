@@ -170,7 +170,7 @@ def _margin(versus: Comparison, where: str = "") -> str:
 def _where(report: Report, found: Recommendation) -> str:
     """The world size; the model and the kind of device too if the report has several."""
     axes = found.because[0].axes if found.because else {}
-    runs = [run for run in report.runs if run.is_certified and not run.is_reference]
+    runs = [run for run in report.runs if run.is_certified and not run.proves_only]
     model = axes.get("model") if len({run.axes.get("model") for run in runs}) > 1 else None
     kinds = {run.device_name for run in runs if run.device_name and run.run in found.runs}
     size = axis_text("world_size", axes) if axes.get("world_size") else None
@@ -224,7 +224,9 @@ def _bottleneck(report: Report, found: Recommendation) -> str:
 def _endings_of(report: Report, listed_already: bool) -> str:
     """For a report without a recommendation: what was measured, unless listed already, and how the rest ended."""
     named = varying_axes(report)
-    left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith("reference: ")]
+    left = [
+        (u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith(("reference", "proof on "))
+    ]
     ended = _endings(left)
     if listed_already or not (cells := ranked_cells(report)):
         return ended

@@ -61,7 +61,8 @@ def reproduction_lines(found: Reproduction) -> Iterator[str]:
             loss = f"the loss within {losses.largest_ratio:.2g} of the stored one at {losses.steps} steps"
             if losses.equal_steps == losses.steps:
                 loss = f"the loss of all {losses.steps} steps equal to the last bit"
-            proof = f"{sum(checks.values())} of {len(checks)} checks hold against the stored reference"
+            level = f", {cell.certificate.level}" if cell.certificate.level else ""
+            proof = f"{sum(checks.values())} of {len(checks)} checks hold against the stored reference{level}"
             yield f"  {'; '.join((proof, *exact, loss))}"
     ran = [cell for cell in found.cells if cell.verdict is not ReplayVerdict.UNSUPPORTED and cell.replayed_runs]
     if ran and all(cell.differences == ran[0].differences for cell in ran):

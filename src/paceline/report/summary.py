@@ -183,7 +183,7 @@ def _served(report: Report) -> str:
 def _only_cell(report: Report) -> str:
     """The speed of the one cell of a report that has nothing to compare it with; empty if there are more."""
     ranked = ranked_cells(report)
-    is_only = len({run.cell for run in report.runs if not run.is_reference}) == 1 == len(ranked)
+    is_only = len({run.cell for run in report.runs if not run.proves_only}) == 1 == len(ranked)
     if not is_only or any(SHARED_GPU in run.health for run in report.runs):
         return ""
     ((cell, metrics),) = ranked.items()
@@ -216,7 +216,7 @@ def _machine(report: Report) -> list[str]:
 
 def light(report: Report) -> Light:
     """Red: a result must not be used. Amber: small differences are in doubt. Unknown: the hosts were not watched."""
-    ours = [run for run in report.runs if not run.is_reference]
+    ours = [run for run in report.runs if not run.proves_only]
     levels = Counter(run.trust.level for run in report.runs if run.trust is not None)
     invalid = sum(run.status == "invalid" for run in ours)
     failed = sum(run.is_failure and run.status != "invalid" for run in ours)

@@ -380,7 +380,7 @@ def _memory_tiles(report: Report) -> tuple[Tile, ...]:
                 cell=worst.cell,
             ),
         ]
-    ended = Counter(run.status for run in report.runs if not run.is_reference)
+    ended = Counter(run.status for run in report.runs if not run.proves_only)
     found.append(Tile(name="Cells measured", value=str(len(rows)), unit="", note=_ended(ended)))
     return tuple(found)
 

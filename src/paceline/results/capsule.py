@@ -146,12 +146,13 @@ def _resealed(name: str, seal: bytes, files: Mapping[str, Mapping[str, Any]]) ->
 
 
 def references_beside(run: Path, record: RunRecord) -> tuple[list[RunRecord], list[str]]:
-    """Finished references of the same work beside a run that is read alone, and why damaged ones are not used."""
+    """Finished references of the same work, and its proof group, beside a run that is read alone; and why damaged ones
+    are not used."""
     references, unreadable = [], []
     for run_dir in store.run_dirs(run.resolve().parent):
         with contextlib.suppress(StoreError):
             spec = store.read_spec(run_dir)
-            if spec.workload.name == "reference" and spec.work == record.spec.work and spec != record.spec:
+            if spec.proves_only and spec.group_work == record.spec.group_work and spec != record.spec:
                 try:
                     references.append(store.read_run(run_dir))
                 except DamagedRunError as error:
@@ -163,7 +164,7 @@ def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes
     """Every file of the capsule except the manifest, sorted by path: its content, or the file to read it from."""
     # One experiment file per experiment and kind of device; references follow from the other runs.
     groups: dict[tuple[str, str], list[RunSpec]] = {}
-    for spec in (record.spec for record in records if not record.is_reference):
+    for spec in (record.spec for record in records if not record.proves_only):
         groups.setdefault((spec.experiment, spec.topology.device), []).append(spec)
     names = [name for name, _ in groups]
     # Packages as `pip freeze` lists them, for each environment; other software is in comments.

@@ -403,8 +403,9 @@ class Evidence:
     window. groups: the parameter groups that optimizers stepped, with their hyper-parameters, the number of elements on
     this rank, the first step and the number of steps. flags: torch's switches of numerical precision, with each value
     they had during the window. later_digests: what the data digests of the steps after the last trained one would be,
-    of a reference only. unmoved: adapter tensors that the window did not change, in runs recorded before
-    final_digests. Each of these is None if it was not read. window_began_at_s is `time.time()` of the rank's host at
+    of a reference only. whole_digests: those of the first global batches of the whole, of the reference of a proof
+    group. unmoved: adapter tensors that the window did not change, in runs recorded before final_digests. Each of these
+    is None if it was not read. window_began_at_s is `time.time()` of the rank's host at
     the start of its first step; step k starts after the durations of the steps before it.
     """
 
@@ -426,6 +427,7 @@ class Evidence:
     groups: Sequence[Mapping[str, Scalar]] | None = None
     flags: Mapping[str, str] | None = None
     later_digests: Sequence[int] | None = None
+    whole_digests: Sequence[int] | None = None
     window_began_at_s: float | None = None
 
 
@@ -541,6 +543,11 @@ class RunRecord:
     @property
     def is_reference(self) -> bool:
         return self.spec.workload.name == "reference"
+
+    @property
+    def proves_only(self) -> bool:
+        """Whether it only proves others: a reference, or a run of a proof group."""
+        return self.spec.proves_only
 
     @property
     def is_supplement(self) -> bool:

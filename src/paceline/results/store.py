@@ -595,7 +595,7 @@ def _shares(folders: Sequence[Path], readers: int) -> list[_Share]:
         # What is wrong with a run is said by its reader.
         with contextlib.suppress(StoreError, OSError), _naming(folder, "spec.json"):
             content = document_of(folder / "spec.json")
-            work = _specs.setdefault(content, _spec(folder, content)).work
+            work = _specs.setdefault(content, _spec(folder, content)).group_work
         by_work.setdefault(work, []).append(folder)
     shares: list[_Share] = []
     for members in sorted(by_work.values(), key=len, reverse=True):

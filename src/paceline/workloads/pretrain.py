@@ -132,7 +132,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     recorder.progress(0, "setup")
     with attention_backends(seat.device), matrix_products(spec.training.precision):
         # The limit applies to training only, not to the instruments that run after the window.
-        with memory_limited(spec, seat, recorder):
+        with memory_limited(parse_options(Options, spec.workload).limit_gib, spec, seat, recorder):
             trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
             start, initial = digest_weights(spec, trainer), initial_weights(spec, trainer)
             release_unused(seat.device)
@@ -164,15 +164,14 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 
 
 @contextlib.contextmanager
-def memory_limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
-    """Enforce and record the option limit_gib; does nothing without it."""
-    chosen = parse_options(Options, spec.workload)
-    if chosen.limit_gib is None:
+def memory_limited(limit_gib: float | None, spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
+    """Enforce and record a limit of memory; does nothing without one."""
+    if limit_gib is None:
         yield
         return
-    capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
+    capacity = allowed_bytes(limit_gib, seat.device, spec.topology.processes_per_node)
     recorder.add(capacity_sample(spec, seat, capacity))
-    confine(chosen.limit_gib, capacity, seat.device)
+    confine(limit_gib, capacity, seat.device)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from paceline.contract import Recorder, Seat
 from paceline.errors import require
 from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.host.memory_limit import check_limit
 from paceline.models.arithmetic import load as load_shape
 
 TRAITS = Traits(trains=True)
@@ -24,7 +25,7 @@ class Options:
     after this time beyond `least` steps; the certificate of later steps then rests on the other runs of the group.
     rounds_often: a run of the group rounds at more or other points than plain code, so copies also round the outputs of
     layers differently. shared_words: among how many ranks runs of the group share the output layer, as in 2+4; copies
-    take turns to compute it in so many parts."""
+    take turns to compute it in so many parts. limit_gib: memory that the process may use, as for `pretrain`."""
 
     variants: int = 1
     first: int = 0
@@ -32,6 +33,7 @@ class Options:
     budget_s: float = 30.0
     rounds_often: bool = False
     shared_words: str = ""
+    limit_gib: float | None = None
 
     def __post_init__(self) -> None:
         require(self.variants >= 1, "reference.variants", self.variants, "a whole number from 1")
@@ -39,6 +41,7 @@ class Options:
         require(self.budget_s > 0, "reference.budget_s", self.budget_s, "a positive number of seconds")
         numbers = not self.shared_words or all(part.isdecimal() for part in self.shared_words.split("+"))
         require(numbers, "reference.shared_words", self.shared_words, "numbers of ranks, such as 2+4")
+        check_limit(self.limit_gib, "reference.limit_gib")
 
     def head_parts(self, variant: int) -> int:
         """In how many parts a variant computes the output layer."""
@@ -60,7 +63,14 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.training.instruments import attention_backends, clock_for, release_unused
     from paceline.training.precision import matrix_products
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import audit, digest_weights, evidence, initial_weights, with_final_weights
+    from paceline.workloads.pretrain import (
+        audit,
+        digest_weights,
+        evidence,
+        initial_weights,
+        memory_limited,
+        with_final_weights,
+    )
 
     options = parse_options(Options, spec.workload)
     corpus = open_data(spec, load_shape(spec.model).vocab)
@@ -68,7 +78,11 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     covered = spec.steps
     for variant in range(options.first, options.variants):
         recorder.progress(0, f"setup of variant {variant}")
-        with attention_backends(seat.device), matrix_products(spec.training.precision):
+        with (
+            attention_backends(seat.device),
+            matrix_products(spec.training.precision),
+            memory_limited(options.limit_gib, spec, seat, recorder),
+        ):
             often, parts = options.rounds_often, options.head_parts(variant)
             trainer = single.wrap(spec, seat, reseed=variant, rounds_often=often, head_parts=parts)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
@@ -88,13 +102,29 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
                 if variant == 0:
                     observed = with_final_weights(observed, spec, trainer, initial)
                     later = later_digests(partition, corpus, range(covered, spec.steps), options.budget_s)
-                    observed = dataclasses.replace(observed, later_digests=later)
+                    whole = whole_digests(spec, options.budget_s)
+                    observed = dataclasses.replace(observed, later_digests=later, whole_digests=whole)
                 recorder.conclude(observed)
             if variant == 0:
                 audit(spec, seat, loop, recorder, first=covered)
         # A trainer and its optimizer refer to each other: collect them now to free the device for the next variant.
         del trainer, loop
         release_unused(seat.device)
+
+
+def whole_digests(spec: RunSpec, budget_s: float) -> list[int] | None:
+    """Digests of the first global batches of the work that a proof group proves; None for other references."""
+    from paceline.training.data.corpus import Partition, open_data
+
+    to, training = spec.reduction, spec.training
+    if to is None:
+        return None
+    batch = dataclasses.replace(
+        training, sequence_length=to.of_sequence_length, micro_batch=1, accumulation=to.of_global_batch
+    )
+    whole = dataclasses.replace(spec, training=batch)
+    corpus = open_data(whole, load_shape(spec.model).vocab)
+    return later_digests(Partition.of(whole, 0), corpus, range(spec.steps), budget_s)
 
 
 def later_digests(partition, corpus, steps: range, budget_s: float) -> list[int]:  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ import pytest
 from testbed.observers import Unseen
 
 from paceline.campaign.run import controller
-from paceline.campaign.run.controller import unsupported
+from paceline.campaign.run.references import unsupported
 from paceline.cli import main
 from paceline.errors import RequestError, UnsupportedError
 from paceline.experiment.choices import Choice

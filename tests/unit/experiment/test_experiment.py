@@ -307,7 +307,7 @@ def test_every_preset_loads_and_is_understood(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what only its user can give: a file, or the addresses of nodes."""
-    from paceline.campaign.run.controller import references_of, unsupported
+    from paceline.campaign.run.references import references_of, unsupported
 
     monkeypatch.setattr(machine, "device_count", lambda: 8)
     (tmp_path / "own.json").write_text('[{"input": "an article", "output": "a summary"}]')

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from paceline.analysis.findings.cell_axes import axis_text, distinguishing_axes
-from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run.references import reference_of
 from paceline.errors import InvalidRunError, RequestError
 from paceline.experiment import expansion, recipe
 from paceline.experiment.choices import Choice

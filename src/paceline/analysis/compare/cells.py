@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.analysis.findings import CONSISTENT, Comparison
-from paceline.analysis.findings.cell_axes import DEVICE, axis_text, distinguishing_axes
+from paceline.analysis.findings.cell_axes import DEVICE, EQUAL_WORK, axis_text, distinguishing_axes
 from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import Ratio, ratio_between, sharing_of
 from paceline.analysis.statistics.verdict import judged_ratio
@@ -234,7 +234,8 @@ def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
         f"global batch {axes['global_batch']}" if axes.get("global_batch") else None,
         f"checkpointing {axes['checkpointing']}" if axes.get("checkpointing") not in (None, "none") else None,
         _compiled(axes.get("compile")),
-        *(_setting(name, axes[name]) for name in named if name in axes),
+        *(_setting(name, axes[name]) for name in named if name in axes and name != EQUAL_WORK),
+        axes.get(EQUAL_WORK),
     ]
     return ", ".join(str(part) for part in parts if part)
 

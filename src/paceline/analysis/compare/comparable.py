@@ -88,12 +88,14 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """All valid launches of one cell and their quantities, by metric and row."""
+    """All valid launches of one cell and their quantities, by metric and row. level: on what it was proved, if its
+    reference does not fit a device."""
 
     spec: RunSpec
     label: str
     records: tuple[RunRecord, ...]
     quantities: Mapping[tuple[str, str | None], Quantity]
+    level: str | None = None
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -114,6 +116,7 @@ class Judged:
     label: str
     status: Status
     reason: str | None
+    level: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -121,12 +124,17 @@ class Judged:
 
 
 def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
-    """Runs by cell. References and probes are not compared."""
+    """Runs by cell. References, runs of proof groups and probes are not compared."""
     certificates = certify_all(records)
-    ours = [r for r in records if not r.is_reference and not r.spec.traits.probes_limit]
+    ours = [r for r in records if not r.proves_only and not r.spec.traits.probes_limit]
     named = untitled_axes([r.axes() for r in ours])
-    judged = (Judged(r, describe(r, named), *status_of(r, certificates.get(r.spec.run_id))) for r in ours)
+    judged = (_judged(r, describe(r, named), certificates.get(r.spec.run_id)) for r in ours)
     return grouped(judged, lambda run: run.record.spec.cell)
+
+
+def _judged(record: RunRecord, label: str, certificate: Certificate | None) -> Judged:
+    level = None if certificate is None or record.spec.script else certificate.level
+    return Judged(record, ", ".join(filter(None, (label, level))), *status_of(record, certificate), level)
 
 
 def describe(record: RunRecord, named: Iterable[str] = ()) -> str:
@@ -141,7 +149,7 @@ def subject_of(judged: Iterable[Judged]) -> Subject | None:
         return None
     records = tuple(j.record for j in valid)
     found = {(q.metric, q.row): q for q in quantities_of(records)}
-    return Subject(records[0].spec, valid[0].label, records, found) if found else None
+    return Subject(records[0].spec, valid[0].label, records, found, valid[0].level) if found else None
 
 
 def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:

@@ -221,11 +221,11 @@ def analyse(
 ) -> tuple[DesignOutcome, ...]:
     """One outcome per design, common settings and kind of device. runs are the findings about the records."""
     found = []
-    asked = [r.spec for r in records if r.spec.design is not None and not r.is_reference]
+    asked = [r.spec for r in records if r.spec.design is not None and not r.proves_only]
     for rest, design in {_rest(spec, spec.design): spec.design for spec in asked if spec.design}.items():
         planned = {key_of(p, design) for p in (*design.points(), *design.combined_points().values())}
         ours = [c for c in cells if _rest(c.spec, design) == rest and _key(c.spec, design) in planned]
-        tried = [r.spec for r in records if not r.is_reference and _rest(r.spec, design) == rest]
+        tried = [r.spec for r in records if not r.proves_only and _rest(r.spec, design) == rest]
         ended = {f.run: f for f in runs}
         lost = [(s, ended[s.run_id]) for s in tried if _key(s, design) in planned and s.run_id in ended]
         by_device = grouped(

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.comparable import Judged, Quantity, Subject, judge, rate_searched, subject_of
-from paceline.analysis.findings import BETTER, DIFFERENT, EQUAL, WORSE, Between, Change, Differing, Lost
+from paceline.analysis.findings import BETTER, CERTIFIED, DIFFERENT, EQUAL, WORSE, Between, Change, Differing, Lost
 from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
@@ -49,6 +49,16 @@ class Pair:
     differences: tuple[Differing, ...]
     unequal: str | None = None
     grade: Grade | None = None
+
+    @property
+    def level(self) -> str | None:
+        """How equal the work of foreign scripts is, or on what either side was proved."""
+        if self.grade is not None:
+            return self.grade.text
+        levels = [side.level or CERTIFIED for side in (self.first, self.second)]
+        if levels == [CERTIFIED, CERTIFIED]:
+            return None
+        return levels[0] if levels[0] == levels[1] else f"A {levels[0]}, B {levels[1]}"
 
     @property
     def same_runs(self) -> bool:
@@ -311,7 +321,7 @@ def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
         verdict=verdict,
         reason=reason,
         differences=tuple(d for d in f.pair.differences if d not in shared),
-        level=None if f.pair.grade is None else f.pair.grade.text,
+        level=f.pair.level,
         runs_first=f.pair.first.runs,
         runs_second=f.pair.second.runs,
     )

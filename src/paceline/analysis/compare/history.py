@@ -81,13 +81,13 @@ def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> L
     """
     by_start = sorted((*launches, *lenders), key=lambda record: record.started_at)
     proving = [record for record in by_start if _can_prove(record)]
-    newest = {r.spec.work: campaign_of(r) for r in proving if not r.is_supplement}
+    newest = {r.spec.group_work: campaign_of(r) for r in proving if not r.is_supplement}
     windows, asked, dropped = [], [], Counter[str]()
     for campaign in grouped(sorted(launches, key=lambda record: record.started_at), campaign_of).values():
         members = list({record.spec.run_id: record for record in campaign}.values())
-        own = {r.spec.work for r in members if _can_prove(r) and not r.is_supplement}
-        wanted = {r.spec.work for r in members} - own
-        lent = [r for r in proving if r.spec.work in wanted and campaign_of(r) == newest.get(r.spec.work)]
+        own = {r.spec.group_work for r in members if _can_prove(r) and not r.is_supplement}
+        wanted = {r.spec.group_work for r in members} - own
+        lent = [r for r in proving if r.spec.group_work in wanted and campaign_of(r) == newest.get(r.spec.group_work)]
         certificates = certify_all([*members, *lent])
         for record in filter(is_kept, members):
             status, reason = status_of(record, certificates.get(record.spec.run_id))
@@ -106,12 +106,12 @@ def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> L
 
 def is_kept(record: RunRecord) -> bool:
     """Whether launches of this kind are followed over time."""
-    return record.spec.is_certified or record.spec.serving is not None
+    return (record.spec.is_certified or record.spec.serving is not None) and not record.proves_only
 
 
 def _can_prove(record: RunRecord) -> bool:
     """A failed reference proves nothing and must not replace one from another campaign."""
-    return record.is_reference and record.status is Status.OK
+    return record.proves_only and record.status is Status.OK
 
 
 def campaign_of(record: RunRecord) -> str:

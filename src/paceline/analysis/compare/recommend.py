@@ -60,7 +60,7 @@ DECISIVE_AXES: Mapping[str, str] = {
 
 def recommend(compared: Sequence[Compared], runs: Sequence[RunFinding] = ()) -> list[Recommendation]:
     """One recommendation per group and category in which every pair of cells was compared."""
-    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.is_reference]
+    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.proves_only]
     measured = {model: _values(axes) for model, axes in grouped(ours, lambda axes: axes.get("model")).items()}
     measured[None] = _values(ours)
     found = (_recommendation(c.group, metric, c.comparisons, runs, measured) for c in compared for metric in CATEGORIES)
@@ -249,7 +249,7 @@ def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
     """Cells that belong to the group by axes and device (if known) but have no valid run, and how they ended."""
     ranked, devices = {cell.id for cell in group.cells}, (None, device_kind(group.cells[0]))
     shared = [(name, value) for name, value in group.axes.items() if name != "scaling"]
-    unranked = [run for run in runs if run.status != "ok" and not run.is_reference and run.cell not in ranked]
+    unranked = [run for run in runs if run.status != "ok" and not run.proves_only and run.cell not in ranked]
     here = [run for run in unranked if run.device_name in devices]
     ours = [run for run in here if all(run.axes.get(name) == value for name, value in shared)]
     by_end = grouped(ours, lambda run: (str(run.axes.get(group.axis)), run.status))

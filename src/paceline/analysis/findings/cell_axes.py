@@ -9,6 +9,8 @@ from paceline.errors import Scalar
 _ALWAYS_NAMED = ("model", "world_size")
 # The kind of device is not an axis of a spec; a run records it next to its axes.
 DEVICE = "device_name"
+# On what the cell was proved, if its reference does not fit a device.
+EQUAL_WORK = "equal_work"
 # Named only if nothing else distinguishes two cells; the least informative axis comes first.
 _SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
 
@@ -34,7 +36,7 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
         noun = "GPU" if axes.get("device") == "cuda" else "process"
         plural = "" if value == 1 else "s" if noun == "GPU" else "es"
         return f"{value} {noun}{plural}"
-    if name in {"model", "workload", "strategy", "env", DEVICE}:
+    if name in {"model", "workload", "strategy", "env", DEVICE, EQUAL_WORK}:
         return str(value)
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"

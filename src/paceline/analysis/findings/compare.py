@@ -24,7 +24,7 @@ class Change:
 
     low, high and detectable_ratio are None if the data supports no interval. verdict (about B) is then None too, and
     reason says why. differences are those of this cell that not all cells share. level: how equal the work of a foreign
-    script is on both sides; None for other workloads.
+    script is on both sides, or on what the work of a side was proved; None for others.
     """
 
     subject: str

@@ -158,7 +158,7 @@ class Check:
     excess: float | None = field(default=None, metadata={"exported": False})
 
 
-# How equal the work of a foreign script is to that of its baseline.
+# How equal the work of a foreign script is to that of its baseline. Other levels say on what a run was proved.
 CERTIFIED, CONSISTENT, DIFFERENT = "certified", "consistent", "different"
 
 
@@ -199,6 +199,7 @@ class Certificate:
     level: str | None = None
     grade: str | None = None
     differs: tuple[str, ...] = ()
+    proves_only: bool = False
 
     @property
     def valid(self) -> bool:
@@ -222,7 +223,7 @@ class Certificate:
 
     @property
     def level_text(self) -> str | None:
-        """The level of a foreign script against the first run of its group; None for other workloads."""
+        """The level of a foreign script against the first run of its group, or on what a run was proved; else None."""
         return f"{DIFFERENT} ({'; '.join(self.differs)})" if self.differs else self.grade
 
     @property
@@ -239,7 +240,7 @@ class Comparison:
     if they differ enough to matter. launches is the smaller number of launches of the two; one launch has no verdict:
     it is inconclusive, and detectable_ratio is None. launches_needed: about how many launches of each would decide an
     inconclusive one; None if unknown, or more than anybody would make. level: how equal the work of two foreign scripts
-    is; None for other workloads.
+    is, or on what it was proved; None for others.
     """
 
     metric: str
@@ -400,7 +401,8 @@ class RunFinding:
     device_name is the kind of GPU or processor; None if no machine was recorded. throttled_steps are measured steps
     while a GPU was throttled; None if no GPU reported it. goodput is None for a run without restart and checkpoint.
     trust is None if the load of its hosts was not recorded, and for runs whose speed is not measured. trace is the file
-    with the profiler's trace of a rank, in the run directory.
+    with the profiler's trace of a rank, in the run directory. proof: of a run of a proof group, its sizes, such as
+    `4 of 80 layers`. replaced: a reference that did not fit, in whose place others were proved.
     """
 
     run: str
@@ -424,6 +426,13 @@ class RunFinding:
     traits: Traits = field(default_factory=Traits, metadata={"exported": False})
     rank_steps: tuple[RankStep, ...] = field(default=(), metadata={"exported": False})
     trace: str | None = field(default=None, metadata={"exported": False})
+    proof: str | None = None
+    replaced: bool = field(default=False, metadata={"exported": False})
+
+    @property
+    def proves_only(self) -> bool:
+        """Whether the run only proves others: a reference, or a run of a proof group."""
+        return self.is_reference or self.proof is not None
 
     @property
     def workload(self) -> str:
@@ -436,9 +445,10 @@ class RunFinding:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the run failed. unsupported, claimed and a probe that ran out of memory are no failures."""
+        """Whether the run failed. unsupported and claimed are no failures, nor is running out of memory of a probe and
+        of a reference that a proof replaced."""
         return self.status not in ("ok", "unsupported", "claimed") and not (
-            self.status == "oom" and self.traits.probes_limit
+            self.status == "oom" and (self.traits.probes_limit or self.replaced)
         )
 
 

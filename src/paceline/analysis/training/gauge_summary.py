@@ -130,7 +130,7 @@ def traces(found: Sequence[Watched]) -> tuple[GaugeTrace, ...]:
 
     References are not measured and have no trace.
     """
-    usable = [one for one in found if len(one.around) >= FEWEST_READINGS and not one.record.is_reference]
+    usable = [one for one in found if len(one.around) >= FEWEST_READINGS and not one.record.proves_only]
     by_cell = grouped(usable, lambda one: one.record.spec.cell)
     chosen = sorted((max(ours, key=_interest) for ours in by_cell.values()), key=_interest, reverse=True)
     return tuple(map(_trace, chosen[:MOST_TRACES]))

@@ -7,7 +7,7 @@ rates. Tokens are non-pad tokens. Missing is None, never 0 (method.md, sections 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.analysis.findings import CONSISTENT, HIGHER, LOWER, SHARED_GPU, Measurement
+from paceline.analysis.findings.cell_axes import EQUAL_WORK
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings
 from paceline.analysis.machine.ceilings import device_names
@@ -159,9 +160,17 @@ def gather(
         cell = known.get(id_)
         if cell is None or cell.windows != ordered or achievable:
             spec = ordered[0].record.spec
-            cell = Cell(id_, spec, flat(spec), spec.axes(), ordered, achievable)
+            cell = Cell(id_, spec, flat(spec), _axes(ordered), ordered, achievable)
         cells.append(cell)
     return cells
+
+
+def _axes(windows: Sequence[Window]) -> dict[str, Scalar]:
+    """The axes of the first run, and on what the work of these runs was proved if it has no reference."""
+    spec = windows[0].record.spec
+    levels = () if spec.script else dict.fromkeys(w.certificate.level for w in windows if w.certificate)
+    proved = "; ".join(filter(None, levels))
+    return {**spec.axes(), **({EQUAL_WORK: proved} if proved else {})}
 
 
 def flat(spec: RunSpec) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from paceline.results.records import RoutingSample, RunRecord
 
 def analyse(records: Iterable[RunRecord]) -> tuple[RoutingRow, ...]:
     """One row for each cell with a mixture of experts."""
-    routed = [record for record in records if _measured(record) and not record.is_reference]
+    routed = [record for record in records if _measured(record) and not record.proves_only]
     return tuple(_row(runs) for runs in grouped(routed, lambda r: r.spec.cell).values())
 
 

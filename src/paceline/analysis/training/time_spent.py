@@ -20,7 +20,7 @@ def analyse(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> Time
     for record in records:
         if record.status is not Status.OK or record.reused:
             continue
-        if record.is_reference:
+        if record.proves_only:
             launches.append(_of_reference(record))
         elif (window := windows.get(record.spec.run_id)) and (spent := _of_launch(record, window)) is not None:
             launches.append(spent)

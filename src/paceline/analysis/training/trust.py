@@ -24,7 +24,7 @@ def launch_trust(record: RunRecord, window: Window | None = None) -> Trust | Non
 
     A check that several hosts, GPUs or loads fail is listed once, for the worst of them.
     """
-    if record.is_reference or record.spec.traits.measures_memory:
+    if record.proves_only or record.spec.traits.measures_memory:
         return None
     if window is None and record.steps and record.spec.is_certified:
         window = open_window(record)

@@ -38,7 +38,10 @@ def title(spec: RunSpec) -> str:
     turn = f"{',' if point else ''} repeat {spec.repeat + 1}"
     if spec.strategy is None:
         kind = "more re-seeded references" if spec.workload.options.get("first") else "reference"
-        return f"{kind} of {spec.model_text} (global batch {spec.global_batch}{point})"
+        proof = f" on {spec.reduction.text}" if spec.reduction else ""
+        return f"{kind}{proof} of {spec.model_text} (global batch {spec.global_batch}{point})"
+    if spec.reduction:
+        return f"proof of {spec.strategy} {spec.model_text} x{spec.topology.world_size} on {spec.reduction.text}"
     return f"{spec.strategy} {spec.model_text} x{spec.topology.world_size}{point}{turn}"
 
 
@@ -49,7 +52,7 @@ class Titles:
     """
 
     def __init__(self, specs: Sequence[RunSpec]) -> None:
-        cells = {spec.cell: spec.axes() for spec in specs if not _is_reference(spec)}
+        cells = {spec.cell: spec.axes() for spec in specs if not _is_reference(spec) and not spec.reduction}
         axes = list(cells.values())
         named = distinguishing_axes(axes) if len(axes) > 1 else ()
         self.varying = [name for name in named if len({repr(each.get(name)) for each in axes}) > 1]
@@ -57,7 +60,7 @@ class Titles:
         self.repeats = max((spec.repeat for spec in specs), default=0) + 1
 
     def __call__(self, spec: RunSpec) -> str:
-        if not self.differ or _is_reference(spec) or spec.design or spec.script:
+        if not self.differ or _is_reference(spec) or spec.design or spec.script or spec.reduction:
             return title(spec)
         turn = f", repeat {spec.repeat + 1} of {max(self.repeats, spec.repeat + 1)}" if self.repeats > 1 else ""
         return f"{describe(spec.axes(), self.varying)}{turn}"

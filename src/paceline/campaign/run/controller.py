@@ -2,6 +2,7 @@
 
     campaign ── references, preflight, plan file ── for each run: execute
     execute  ── launch_once ── again if its trust light is red
+    Proving  ── (`proofs`) a proof group for each work whose reference does not fit: it runs first and decides
     settle   ── more copies of the reference (`copies`) and a second verdict, if the certificate was refused narrowly
     launch_once ── check ── adopt or begin ── attempts (`supervision`) ── advise if out of memory ── verdict ── seal
 
@@ -11,6 +12,7 @@ Resuming a campaign means skipping the runs that are sealed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -22,25 +24,22 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.analysis.compare import comparable
 from paceline.analysis.compare.precision import precision_of
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
 from paceline.analysis.training.trust import launch_trust
-from paceline.campaign.run import copies, reference_cache, supervision
+from paceline.campaign.run import copies, proofs, reference_cache, supervision
+from paceline.campaign.run.references import runs_here, unsupported
 from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
 from paceline.experiment import expansion, foreign, plugins
-from paceline.experiment.choices import Choice
-from paceline.experiment.layout import layout_of
 from paceline.experiment.plugins import load
-from paceline.experiment.spec import RunSpec, Topology, WarmUp
+from paceline.experiment.spec import RunSpec
 from paceline.host import trust
-from paceline.models.arithmetic import load as load_shape
 from paceline.results import attempts, store
 from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status, StepSample
@@ -50,13 +49,6 @@ POLL_S = 0.1
 ONE_STOP_S = 2.0
 # A large model takes some 15 s of one core for each of a dozen settings.
 ADVICE_S = 300.0
-FEW_STEPS = 20
-# Trajectories of a reference coarser than fp32: the spread of the re-seeded ones is the tolerance of the certificate.
-VARIANTS = 4
-# Most tokens in a micro batch of a reference, and most bytes of their logits: the uncompiled loss keeps those in fp32
-# several times, beside a model that may fill most of the device.
-REFERENCE_TOKENS = 8192
-REFERENCE_LOGIT_BYTES = 2**31
 # A disturbance that lasts through three launches will not end soon.
 RED_REPEATS = 2
 # The user is notified when an engine takes longer to say whether it can take the runs.
@@ -89,11 +81,11 @@ def campaign(
     if stopping is not None:
         specs = stopping.planned(specs)
     repeats, obstacles = RedRepeats(red_repeats()), Obstacles(keep_going)
-    references = references_of(specs)
+    proving = proofs.Proving(specs)
     # What an earlier command computed; which others will be needed, nobody knows yet.
-    more = (copies.supplement_of(spec, copies.references(spec, out)) for spec in references.values())
+    more = (copies.supplement_of(spec, copies.references(spec, out)) for spec in proving.references.values())
     supplements = [spec for spec in more if spec and store.is_sealed(out / spec.experiment / spec.run_id)]
-    runs = [*references.values(), *supplements, *specs]
+    runs = [*proving.runs, *supplements, *specs]
     announced: list[RunSpec] = []
     directory = out / specs[0].experiment
     # Checked first: over ssh, even preflight would disturb a run that another controller measures.
@@ -102,6 +94,8 @@ def campaign(
     ask_plugins([spec for spec in runs if _is_left(spec, out, retry)])
     if left := [spec for spec in specs if _is_left(spec, out, retry)]:
         notify(light_before(left))
+        for line in proving.lines():
+            notify(line)
     statuses: list[Status] = []
     rule = None if stopping is None else stopping.text
 
@@ -135,25 +129,42 @@ def campaign(
         if cache and _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
             notify(reused_text(kept))
 
+    def prove_on_less(reference: RunSpec) -> float:
+        """Run the proof group that follows because this reference ran out of memory. Returns how long it took."""
+        following = proving.after_oom(reference)
+        if following:
+            notify(proving.groups[reference.group_work].text)
+            runs.extend(following)
+            announce([*filter(proving.is_current, announced), *following])
+            for spec in following:
+                reuse(spec)
+        return sum(map(run, following))
+
     def run(requested: RunSpec) -> float:
         """One planned run and, for a search, all that follow from it. Returns how long they took, in seconds."""
-        series, took = [requested], 0.0
+        series, took = [requested] if proving.is_current(requested) else [], 0.0
         for spec in series:
             begun = time.monotonic()
             sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-            if sealed is None and obstacles.block(spec):
+            refused = None if sealed else proving.refusal(spec, out)
+            if sealed is None and refused is None and obstacles.block(spec):
                 obstacles.left_out.append(spec)
                 continue
-            status, error = sealed or execute(
-                spec, out, observer, references.get(spec.work), notify, repeats, obstacles
-            )
+            reference = proving.references.get(spec.work)
+            judges = functools.partial(proving.judges, spec, out)
+            if refused is not None:
+                status, error = refuse(spec, out, refused)
+            else:
+                status, error = sealed or execute(spec, out, observer, reference, notify, repeats, obstacles, judges)
             took += time.monotonic() - begun
             observer.ended(spec, status, error, sealed is not None)
-            if status is Status.INVALID and spec.work in references and spec.is_certified:
-                status = settle(spec, references[spec.work])
+            if status is Status.INVALID and reference is not None and spec.is_certified:
+                status = settle(spec, reference)
             statuses.append(status)
-            if cache and sealed is None and status is Status.OK and _is_reference(spec):
+            if cache and sealed is None and status is Status.OK and spec.proves_only:
                 reference_cache.keep(spec, out / spec.experiment / spec.run_id)
+            if status is Status.OOM and spec == reference:
+                took += prove_on_less(spec)
             if not leads_on(requested):
                 continue
             # A search: the workload derives the next run from the results, until it repeats itself.
@@ -169,7 +180,7 @@ def campaign(
 
     with store.exclusive(directory), closing(runs):
         announce(runs)
-        for spec in references.values():
+        for spec in proving.runs:
             reuse(spec)
         if stopping is None:
             for requested in tuple(runs):
@@ -233,105 +244,20 @@ def _run_until(
         gpus = {spec.cell: spec.topology.world_size for spec in runs}
         for message in filter(None, (partial(records), stopping.outlook(known, spent_s, gpus))):
             notify(message)
-        following = stopping.next_round([spec for spec in runs if not _is_reference(spec)], known, spent_s)
+        following = stopping.next_round([spec for spec in runs if not spec.proves_only], known, spent_s)
         planned = [spec for spec in following if not is_blocked(spec)]
         announce([*runs, *planned])
 
 
 def reused_text(record: RunRecord) -> str:
-    """One line about a reference that is not computed again."""
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at))
-    return f"reference of {record.spec.model}: reused from {at}, with equal request, software and machine (--no-cache)"
+    """One line about a reference or a proof that is not computed again."""
+    at, spec = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at)), record.spec
+    what = f"reference of {spec.model}" if record.is_reference else f"proof of {spec.strategy} on {spec.model}"
+    return f"{what}: reused from {at}, with equal request, software and machine (--no-cache)"
 
 
 def _is_reference(spec: RunSpec) -> bool:
     return spec.workload.name == "reference"
-
-
-# --- references: the same work on one process ---
-
-
-def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
-    """The one-process reference run for each group of equal work, by work.
-
-    Of several candidates: the longest trajectory in the smallest micro batches, which fit most easily.
-    """
-    references: dict[str, RunSpec] = {}
-    for spec in specs:
-        if spec.is_certified and spec.script is None and unsupported(spec) is None:
-            candidates = [reference_of(spec), *filter(None, [references.get(spec.work)])]
-            smallest = min(reversed(candidates), key=lambda s: s.training.micro_batch)
-            least = max(int(str(s.workload.options["least"])) for s in candidates)
-            rounding = _more_rounding(candidates)
-            workload = Choice("reference", {**smallest.workload.options, **rounding, "least": least})
-            references[spec.work] = replace(smallest, workload=workload, steps=max(s.steps for s in candidates))
-    return references
-
-
-def reference_of(spec: RunSpec) -> RunSpec:
-    """The plain training loop that does this spec's work on one process, in micro batches that surely fit."""
-    length, own = spec.training.sequence_length, spec.training.micro_batch
-    tokens = min(REFERENCE_TOKENS, REFERENCE_LOGIT_BYTES // (4 * load_shape(spec.model).vocab))
-    fitting = [size for size in range(1, min(own, tokens // length) + 1) if own % size == 0]
-    micro_batch = max(fitting, default=1)
-    training = replace(
-        spec.training,
-        micro_batch=micro_batch,
-        accumulation=spec.global_batch // micro_batch,
-        compile=False,
-        bucket_mb=None,
-    )
-    # In the first steps a fixed tolerance is right for fp32; later, differences of rounding have grown.
-    variants = VARIANTS
-    if training.precision.compute == "fp32":
-        variants = 2 if spec.steps > FEW_STEPS else 1
-    options: dict[str, Any] = {"variants": variants, "least": min(spec.reference_steps, spec.steps)}
-    options |= {"rounds_often": True} if rounds_often(spec) else {}
-    options |= {"shared_words": str(layout_of(spec).tp)} if shares_words(spec) else {}
-    launcher = spec.launcher
-    if runs_here(spec):
-        # On this host, options that change the arithmetic stay; those that divide the host among ranks do not.
-        # Elsewhere the reference runs where the runs do: this host may not have their devices.
-        launcher = Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
-    return replace(
-        spec,
-        workload=Choice("reference", options),
-        strategy=None,
-        topology=Topology(device=spec.topology.device),
-        training=training,
-        launcher=launcher,
-        timeout_s=spec.timeout_s * spec.topology.world_size * variants,
-        warmup=WarmUp(),
-        repeat=0,
-        checkpoint_every=None,
-        checkpoint_async=False,
-        # A variable may change the arithmetic, so the reference runs without.
-        env={},
-    )
-
-
-def _more_rounding(references: Sequence[RunSpec]) -> dict[str, Any]:
-    """What the copies must imitate if one of these references needs it."""
-    options = [reference.workload.options for reference in references]
-    degrees = {int(part) for o in options for part in str(o.get("shared_words", "")).split("+") if part}
-    rounding: dict[str, Any] = {"rounds_often": True} if any("rounds_often" in o for o in options) else {}
-    return rounding | ({"shared_words": "+".join(map(str, sorted(degrees)))} if degrees else {})
-
-
-def shares_words(spec: RunSpec) -> bool:
-    """Whether ranks share the words of the output layer, and round their parts of its input's gradient to 16 bit."""
-    return rounds_often(spec) and layout_of(spec).tp > 1
-
-
-def rounds_often(spec: RunSpec) -> bool:
-    """Whether an honest run rounds at more or other points than plain code, so that its reference's copies must, too.
-
-    Ranks that share a sum (tensor parallelism) or a softmax (context parallelism) round their parts to 16 bit. Rounding
-    to 8 bit turns a difference in the last of 16 bits, such as between two kernels, into one that is 16 times as large.
-    """
-    precision, layout = spec.training.precision, layout_of(spec)
-    splits = layout.tp > 1 or layout.cp > 1
-    return spec.tuning is None and (precision.is_8bit or (splits and precision.compute in ("bf16", "fp16")))
 
 
 # --- before the first run ---
@@ -420,21 +346,6 @@ def load_own(
     return specs
 
 
-def unsupported(spec: RunSpec) -> str | None:
-    """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
-    trains = (spec.is_certified and spec.script is None) or spec.checkpoint_every is None
-    accepted = f"null for the workload {spec.workload.name}, which writes no checkpoints"
-    require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
-    plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
-    reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
-    return next((str(reason) for reason in reasons if reason), None)
-
-
-def runs_here(spec: RunSpec) -> bool:
-    """Whether the ranks are processes of this host."""
-    return bool(getattr(load("launchers", spec.launcher.name), "HERE", False))
-
-
 def leads_on(spec: RunSpec) -> bool:
     """Whether more runs may follow from the results of this one."""
     return hasattr(load("workloads", spec.workload.name), "follow")
@@ -496,17 +407,18 @@ def execute(
     notify: Notify = lambda _message: None,
     repeats: RedRepeats | None = None,
     obstacles: Obstacles | None = None,
+    judges: Callable[[], Sequence[RunRecord]] = tuple,
 ) -> tuple[Status, str | None]:
     """Launch a run, and launch it again while its trust light is red and repeats are left.
 
     The last launch counts, unless it did not end ok: a disturbed measurement is better than none. The others stay in
     attempts/ of its directory. A launch that was restarted is not repeated: another one would not measure what its
-    restarts cost. Neither is one whose ranks share a GPU, which says nothing about speed.
-    obstacles notes a run that failed for a reason that would repeat.
+    restarts cost. Neither is one whose ranks share a GPU, which says nothing about speed. obstacles notes a run that
+    failed for a reason that would repeat. judges: finished runs that judge this one beside the reference.
     """
     repeats = repeats or RedRepeats(red_repeats())
     run_dir, most = out / spec.experiment / spec.run_id, 0 if repeats.lasts else repeats.most
-    status, error, light = launch_once(spec, out, observer, reference, obstacles)
+    status, error, light = launch_once(spec, out, observer, reference, obstacles, judges)
     restarted, repeated = attempts.restarts(run_dir) > 0, 0
     most = 0 if restarted or spec.launcher.options.get("shared_gpu") else most
     while light is not None and light.is_worth_repeating and repeated < most:
@@ -514,7 +426,7 @@ def execute(
         notify(f"{light.line(f' during {spec.run_id}')} Launching it again (repeat {repeated} of {most}).")
         earlier, again = store.last_set_aside(run_dir) + 1, None
         try:
-            again = launch_once(spec, out, observer, reference)
+            again = launch_once(spec, out, observer, reference, judges=judges)
         finally:
             if again is not None and again[0] is Status.OK:
                 status, error, light = again
@@ -542,7 +454,12 @@ def red_repeats() -> int:
 
 
 def launch_once(
-    spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, obstacles: Obstacles | None = None
+    spec: RunSpec,
+    out: Path,
+    observer: Observer,
+    reference: RunSpec | None,
+    obstacles: Obstacles | None = None,
+    judges: Callable[[], Sequence[RunRecord]] = tuple,
 ) -> tuple[Status, str | None, trust.Trust | None]:
     """One launch from an empty directory, or from where a dead controller left it, to its seal; and its trust light.
 
@@ -571,13 +488,20 @@ def launch_once(
     if status is Status.OK:
         try:
             record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
-            status, error = verdict(record, copies.references(reference, out))
+            status, error = verdict(record, [*copies.references(reference, out), *judges()])
             light, steps = (launch_trust(record) if status is Status.OK else None), record.steps
         except StoreError as damage:
             # A node may have left anything. The other runs of the campaign go on.
             status, error = Status.FAILED, str(damage).removeprefix(f"{run_dir}: ")
     store.seal(run_dir, status, error, started_at, ended_at, ended.lost, steps)
     return status, error, light
+
+
+def refuse(spec: RunSpec, out: Path, reason: str) -> tuple[Status, str | None]:
+    """The status of a run that is not started, because its work cannot be proved equal; sealed as invalid."""
+    run_dir = store.create(out, spec)
+    store.seal(run_dir, Status.INVALID, reason, time.time(), time.time())
+    return Status.INVALID, reason
 
 
 def is_advised(spec: RunSpec) -> bool:
@@ -608,7 +532,7 @@ def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
 
 def verdict(record: RunRecord, references: Sequence[RunRecord]) -> tuple[Status, str | None]:
     """ok, or invalid with the reasons of the certificate; a reference only needs finite losses. references: of its
-    work.
+    work, or its proof group.
 
     Every report checks the agreement with the other runs of the group again, because it sees them all.
     """

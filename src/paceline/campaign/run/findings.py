@@ -91,11 +91,12 @@ def _run_lines(run_dir: Path) -> list[str]:
 
 
 def _beside(run_dir: Path, record: RunRecord) -> list[RunRecord]:
-    """The runs of the same experiment and work, with this one, which was read already; only these are read."""
+    """The runs of the same experiment and work, or of its proof group, with this one, which was read already; only
+    these are read."""
     folders = []
     for folder in store.run_dirs(run_dir.parent):
         with contextlib.suppress(StoreError):
-            if folder == run_dir or store.read_spec(folder).work == record.spec.work:
+            if folder == run_dir or store.read_spec(folder).group_work == record.spec.group_work:
                 folders.append(folder)
     read = iter(store.read_each([folder for folder in folders if folder != run_dir]))
     launches = [record if folder == run_dir else next(read) for folder in folders]

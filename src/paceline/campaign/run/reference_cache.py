@@ -1,6 +1,6 @@
-"""References of earlier campaigns, kept for the next one: `paceline run` does not compute the same reference twice.
+"""References and proofs of earlier campaigns, kept for the next one: `paceline run` computes none of them twice.
 
-A kept reference is the run directory of one that ended ok, under a name that is the digest of everything its numbers
+A kept run is the run directory of one that ended ok, under a name that is the digest of everything its numbers
 depend on (`ingredients`). It is used only if all of these are equal and the directory is what was sealed. Only
 references that run on this host are kept: of another host nobody knows the class before the run.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import StoreError
+from paceline.experiment import plugins
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import NO_RUN, RunSpec
 from paceline.host import machine
@@ -64,9 +65,10 @@ def _source() -> str:
 
 
 def is_kept_here(spec: RunSpec) -> bool:
-    """Whether this reference may be kept or reused: it runs on this host."""
-    is_reference = spec.workload.name == "reference"
-    return is_reference and bool(getattr(load("launchers", spec.launcher.name), "HERE", False))
+    """Whether this run may be kept or reused: it only proves others, on this host, by code that is part of the name."""
+    is_ours = spec.strategy is None or plugins.is_shipped("strategies", spec.strategy.name)
+    is_ours &= plugins.is_shipped("workloads", spec.workload.name)
+    return spec.proves_only and is_ours and bool(getattr(load("launchers", spec.launcher.name), "HERE", False))
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path:

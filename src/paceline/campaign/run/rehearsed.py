@@ -16,6 +16,7 @@ import yaml
 
 from paceline.errors import RequestError
 from paceline.experiment import expansion
+from paceline.experiment.spec import RunSpec
 from paceline.prediction import experiment_file, hardware
 from paceline.prediction.setup import Setup
 
@@ -68,7 +69,13 @@ def rehearse(model: str, one: Setup, limit_s: float) -> Rehearsed:
             spec = expansion.load(str(path))[0]
         except RequestError as unsupported:
             return Rehearsed(components=None, reason=str(unsupported).rstrip("."))
-    command = [sys.executable, "-m", "paceline.workloads.memory.rehearse_spec", str(_MAJOR[one.gpu.generation])]
+    return rehearse_spec(spec, _MAJOR[one.gpu.generation], limit_s)
+
+
+def rehearse_spec(spec: RunSpec, major: int, limit_s: float) -> Rehearsed:
+    """Rehearse a run for at most limit_s seconds; without a result the reason says why. major: the first number of the
+    GPU's compute capability, 0 for a CPU."""
+    command = [sys.executable, "-m", "paceline.workloads.memory.rehearse_spec", str(major)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def request(
         require(known, "--set", f"{key}={value}", accepted)
     if launcher is not None:
         changes["launcher"] = expansion.given_launcher(launcher, None)
-    ours = [r for r in sorted(stored, key=lambda r: (r.started_at, r.spec.run_id)) if not r.is_reference]
+    ours = [r for r in sorted(stored, key=lambda r: (r.started_at, r.spec.run_id)) if not r.proves_only]
     results = chosen = [r for r in ours if r.status in RESULTS]
     if only:
         # The first characters of the cell's hash or of a run id.
@@ -187,6 +188,17 @@ def known_runs(specs: Sequence[RunSpec], out: Path) -> int:
 
 
 def replayed(specs: Sequence[RunSpec], references: Collection[RunSpec], out: Path) -> list[RunRecord]:
-    """The finished runs of these specs and of their references."""
+    """The finished runs of these specs, of their references and of their proof groups."""
     finished = filter(None, (copies.read(spec, out) for spec in specs))
-    return [*finished, *(record for spec in references for record in copies.references(spec, out))]
+    whole = (record for spec in references for record in copies.references(spec, out))
+    return [*finished, *whole, *_proofs(specs, out)]
+
+
+def _proofs(specs: Sequence[RunSpec], out: Path) -> Iterator[RunRecord]:
+    works = {spec.work for spec in specs}
+    for experiment in sorted({spec.experiment for spec in specs}):
+        for run_dir in store.run_dirs(out / experiment):
+            with contextlib.suppress(StoreError):
+                spec = store.read_spec(run_dir)
+                if spec.reduction is not None and spec.group_work in works:
+                    yield store.read_run(run_dir)

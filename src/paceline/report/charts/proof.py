@@ -26,7 +26,7 @@ from paceline.report.charts.chart import (
     thinned,
     used,
 )
-from paceline.report.text.cells import axes_of, cell_name, groups, varying_axes, without_shared
+from paceline.report.text.cells import axes_of, cell_name, groups, kind_of, varying_axes, without_shared
 from paceline.wording import format_number, places
 
 BAND = "accepted"
@@ -77,11 +77,14 @@ def loss(report: Report) -> Iterator[Chart]:
             replace(band, x=step, y=100 * limit, low=-100 * limit, high=100 * limit)
             for step, limit in sorted(widest.items())
         ]
+    # Of several groups, the panels say it.
+    kind = _kind(report, curves[works[0]][0].cell).removesuffix(": ") if len(works) == 1 else ""
     yield Chart(
         name="loss",
         title="Loss over the reference",
-        subtitle="Every run beside the one-process reference, in % of its loss; shaded: the deviation that rounding "
-        f"explains, by which a run is certified.{f' All panels: {shared}.' if shared else ''}",
+        subtitle=f"Every run{f' of the {kind}' if kind else ''} beside the one-process reference, in % of its loss; "
+        "shaded: the deviation that rounding explains, by which a run is certified."
+        f"{f' All panels: {shared}.' if shared else ''}",
         kind=LINES,
         x=Axis(label="step", ticks="round", shared=False),
         y=Axis(label="% of the reference", unit="%", zero=False, shared=False),
@@ -93,14 +96,18 @@ def loss(report: Report) -> Iterator[Chart]:
 def _work_name(report: Report, cell: str) -> str:
     axes = axes_of(report, cell) or {}
     shown = [name for name in varying_axes(report) if axes.get(name) is not None]
-    return describe({**axes, "strategy": None, "workload": None}, shown)
+    return _kind(report, cell) + describe({**axes, "strategy": None, "workload": None}, shown)
+
+
+def _kind(report: Report, cell: str) -> str:
+    return next((kind_of(run) for run in report.runs if run.cell == cell), "")
 
 
 def ranks(report: Report) -> Iterator[Chart]:
     """One profiled optimizer step of every rank of the first run of each cell."""
     first: dict[str, RunFinding] = {}
     for run in report.runs:
-        if run.rank_steps and not run.is_reference and run.status == "ok":
+        if run.rank_steps and not run.proves_only and run.status == "ok":
             first.setdefault(run.cell, run)
     named = varying_axes(report)
     first = {cell: run for cell, run in first.items() if len(run.rank_steps) > 1}

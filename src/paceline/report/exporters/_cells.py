@@ -52,7 +52,7 @@ def tracked_cells(report: Report) -> tuple[TrackedCell, ...]:
     """Every cell but references, in the order of the runs, also those where nothing was measured."""
     by_cell: dict[str, list[RunFinding]] = {}
     for run in report.runs:
-        if not run.is_reference:
+        if not run.proves_only:
             by_cell.setdefault(run.cell, []).append(run)
     measured: dict[str, list[Measurement]] = {}
     for m in report.measurements:

@@ -93,7 +93,7 @@ def asset(name: str) -> str:
 
 def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
     """The first screen, the filters, what was measured, then everything that proves it, folded."""
-    linked = {run.cell for run in report.runs if not run.is_reference}
+    linked = {run.cell for run in report.runs if not run.proves_only}
     summary = summarise(report, found)
     rest = tuple(chart for chart in found if chart.name != summary.chart)
     every = [section for section in sections(report, rest) if section.name != "certificates"]
@@ -129,7 +129,7 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
 
 def _chips(report: Report) -> Iterator[str]:
     """The runs, devices and hosts."""
-    ours = [run for run in report.runs if not run.is_reference]
+    ours = [run for run in report.runs if not run.proves_only]
     statuses = Counter(run.status for run in ours)
     ended = ", ".join(f"{n} {status}" for status, n in statuses.items())
     runs = f"{len(ours)} run{'' if len(ours) == 1 else 's'}"
@@ -179,7 +179,7 @@ def _section(section: Section, linked: set[str]) -> str:
 def _panels(report: Report) -> Iterator[str]:
     """Every requested cell by name, because runs are shuffled; references are left out."""
     named = varying_axes(report)
-    runs = _by_cell(run for run in report.runs if not run.is_reference)
+    runs = _by_cell(run for run in report.runs if not run.proves_only)
     measured, doubted = _by_cell(report.measurements), _by_cell(report.doubted)
     certificates = _by_cell(report.certificates)
     recipes = {recipe.cell: recipe for recipe in report.recipes}
@@ -197,7 +197,8 @@ def _panels(report: Report) -> Iterator[str]:
         if found := doubted.get(cell):
             parts += (paragraph("Unreliable, excluded from comparisons:", "bad"), _measurements(found))
         for certificate in certificates.get(cell, ()):
-            title = f"{tables.TICK if certificate.valid else tables.CROSS} certificate of {certificate.run}"
+            level = f", {certificate.level_text}" if certificate.valid and certificate.level_text else ""
+            title = f"{tables.TICK if certificate.valid else tables.CROSS} certificate of {certificate.run}{level}"
             # A run that is not certified always shows all its checks.
             if certificate.valid and len(report.certificates) > MOST_CERTIFICATES:
                 parts.append(paragraph(f"{title}: {len(certificate.checks)} checks agree.", "quiet"))
@@ -255,7 +256,7 @@ def chart_data(charts: Sequence[Chart], runs: Iterable[str] | None = None, **bes
 
 def _data(report: Report, charts: Sequence[Chart]) -> str:
     # Only axes that vary; of those that divide the cells alike only the first.
-    cells = {run.cell: run for run in report.runs if not run.is_reference}
+    cells = {run.cell: run for run in report.runs if not run.proves_only}
     axes, seen = [], set[tuple[int, ...]]()
     for name in dict.fromkeys(name for run in cells.values() for name in run.axes):
         # Numbers by size, then texts, missing values last.

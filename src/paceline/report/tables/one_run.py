@@ -37,6 +37,8 @@ def record_lines(
         )
         yield f"  trust: {light.level}{times}" + (f": {'; '.join(light.reasons)}" if light.reasons else "")
     yield "  requested: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
+    if spec.reduction is not None:
+        yield f"  on {spec.reduction.text}: it only proves others, and its speed is not measured"
     for machine in record.machines:
         # A node may have recorded any part of them.
         gpus = ", ".join(str(gpu.get("name")) for gpu in machine.get("gpus") or ()) or "no GPU"
@@ -76,7 +78,7 @@ def record_lines(
     yield from map(_profile, record.traces)
     if certificate is None:
         return
-    verdict = "certified" if certificate.valid else "NOT certified"
+    verdict = (certificate.level_text or "certified") if certificate.valid else "NOT certified"
     yield f"  {verdict}: {certificate.compared_steps} of {certificate.steps} steps compared"
     width = max((len(check.name) for check in certificate.checks), default=0)
     for check in certificate.checks:

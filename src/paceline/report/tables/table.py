@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -36,6 +36,7 @@ from paceline.report.text.cells import (
     axes_of,
     cell_name,
     groups,
+    kind_of,
     unranked,
     varying_axes,
 )
@@ -163,7 +164,7 @@ def created(report: Report) -> str:
 
 def common(report: Report) -> str:
     """The configuration in which all runs agree, in one line."""
-    ours = [r.axes for r in report.runs if not r.is_reference]
+    ours = [r.axes for r in report.runs if not r.proves_only]
     same = [n for n in (ours[0] if ours else ()) if n != "strategy" and all(a.get(n) == ours[0].get(n) for a in ours)]
     known = [axis_text(name, ours[0]) for name in same if ours[0].get(name) is not None]
     return f"Common to all runs: {', '.join(known)}." if known else ""
@@ -171,7 +172,7 @@ def common(report: Report) -> str:
 
 def trains(report: Report) -> bool:
     """Whether the report is about training; a report about the machine alone has no ranking."""
-    ours = [r for r in report.runs if not r.is_reference]
+    ours = [r for r in report.runs if not r.proves_only]
     return not ours or any(run.is_certified for run in ours)
 
 
@@ -323,8 +324,10 @@ def comparisons(report: Report) -> Table | None:
 def certification(report: Report) -> Table | None:
     """Per cell: how many runs proved equal work, by how many checks, against which reference."""
     named, by_cell = varying_axes(report), dict[str, list[Certificate]]()
-    for c in report.certificates:
+    # Those that only prove others come last.
+    for c in sorted(report.certificates, key=lambda c: c.proves_only):
         by_cell.setdefault(c.cell, []).append(c)
+    kinds = {run.cell: kind_of(run) for run in report.runs}
 
     def badge(found: list[Certificate]) -> Cell:
         passed = sum(c.valid and not c.differs for c in found)
@@ -333,7 +336,7 @@ def certification(report: Report) -> Table | None:
 
     def name(found: list[Certificate]) -> str:
         cell = found[0].cell
-        return cell_name(report, cell, axes_of(report, cell) or {}, named) or cell
+        return kinds.get(cell, "") + (cell_name(report, cell, axes_of(report, cell) or {}, named) or cell)
 
     columns: tuple[Filled[list[Certificate]], ...] = (
         (Column("cell"), name),
@@ -356,26 +359,40 @@ def certification(report: Report) -> Table | None:
 
 def certified_sentence(report: Report) -> str:
     """How many runs did equal work, and how many of their steps that rests on."""
-    total, valid = len(report.certificates), [c for c in report.certificates if c.valid]
+    own = _own_certificates(report)
+    total, valid = len(own), [c for c in own if c.valid]
     if not total:
         return "No run carries a certificate."
-    if any(c.level for c in report.certificates):
+    if any(c.level for c in own):
         first = f"Equal work: {equal_work_text(report)}."
     else:
         first = f"{len(valid)} of {total} runs are certified to have done equal work."
     steps, compared = sum(c.steps for c in valid), sum(c.compared_steps for c in valid)
-    if not steps or (total == 1 and valid[0].level):
+    if not steps or _is_alone(own):
         return first
     return f"{first} {compared:,} of their {steps:,} steps were compared."
 
 
+def _own_certificates(report: Report) -> list[Certificate]:
+    """Without those of runs that only prove others."""
+    return [c for c in report.certificates if not c.proves_only]
+
+
+def _is_alone(certificates: Sequence[Certificate]) -> bool:
+    """Whether there is only one run of a foreign script, which was compared with nothing."""
+    return len(certificates) == 1 and certificates[0].valid and certificates[0].level in (CERTIFIED, CONSISTENT)
+
+
 def equal_work_text(report: Report) -> str:
-    """`4 of 4 runs certified`; of foreign scripts, also how many are only consistent, or did other work."""
-    total = len(report.certificates)
-    if total == 1 and report.certificates[0].valid and report.certificates[0].level:
+    """`4 of 4 runs certified`; of foreign scripts, also how many are only consistent, or did other work; and how many
+    were proved on less."""
+    own = _own_certificates(report)
+    total = len(own)
+    if _is_alone(own):
         return "1 run, with nothing to compare its work with"
-    levels = Counter((DIFFERENT if c.differs else c.level or CERTIFIED) for c in report.certificates if c.valid)
-    parts = [(level, levels[level]) for level in (CERTIFIED, CONSISTENT, DIFFERENT) if levels[level]]
+    levels = Counter((DIFFERENT if c.differs else c.level or CERTIFIED) for c in own if c.valid)
+    order = dict.fromkeys((CERTIFIED, CONSISTENT, DIFFERENT, *levels))
+    parts = [(level, levels[level]) for level in order if levels[level]]
     first, *rest = parts or [(CERTIFIED, 0)]
     return ", ".join((f"{first[1]} of {total} runs {first[0]}", *(f"{count} {level}" for level, count in rest)))
 

@@ -8,7 +8,7 @@ from paceline.wording import format_duration
 
 # In the order in which a campaign spends it.
 PARTS = {
-    "reference_s": ("references", "the same work on one process, once for each work"),
+    "reference_s": ("references", "the same work on one process, once for each work, and proofs on less"),
     "setup_s": ("set-up", "start of the processes, imports, model, process group"),
     "compilation_s": ("compilation", "first step of a compiled model, without a usual step"),
     "warmup_s": ("warm-up", "steps before the measured ones, and waits between steps"),

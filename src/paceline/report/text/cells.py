@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from paceline.analysis.findings import (
     BETTER,
+    CERTIFIED,
+    CONSISTENT,
     DIFFERENT,
     INCONCLUSIVE,
     WORSE,
@@ -24,7 +26,7 @@ from paceline.analysis.findings import (
     RunFinding,
     once,
 )
-from paceline.analysis.findings.cell_axes import DEVICE, axis_text, describe, distinguishing_axes
+from paceline.analysis.findings.cell_axes import DEVICE, EQUAL_WORK, axis_text, describe, distinguishing_axes
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
@@ -146,7 +148,7 @@ def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
 @once
 def trusted_runs(report: Report) -> frozenset[str]:
     valid = {c.run for c in report.certificates if c.valid}
-    return frozenset(r.run for r in report.runs if r.status == "ok" and not r.is_reference and r.run in valid)
+    return frozenset(r.run for r in report.runs if r.status == "ok" and not r.proves_only and r.run in valid)
 
 
 @once
@@ -182,18 +184,24 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
         if run.status == "ok" and not run.is_certified:
             continue
         trouble = _trouble(run, certificates.get(run.run))
-        if trouble is None and run.is_certified and not run.is_reference and run.cell not in measured:
+        if trouble is None and run.is_certified and not run.proves_only and run.cell not in measured:
             trouble = "not measured", run.reason or "the run has no step in the measured window"
         if trouble:
-            label = ("reference: " if run.is_reference else "") + describe(_placed(run.axes, run.device_name), named)
+            label = kind_of(run) + describe(_placed(run.axes, run.device_name), named)
             merged.setdefault((run.cell, label, *trouble), []).append(run.run)
     return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
+
+
+def kind_of(run: RunFinding) -> str:
+    """`reference: ` or `proof on 4 of 80 layers: ` for runs that only prove others."""
+    kind = "reference" if run.is_reference else "proof" if run.proof else ""
+    return kind and f"{kind}{f' on {run.proof}' if run.proof else ''}: "
 
 
 @once
 def varying_axes(report: Report) -> tuple[str, ...]:
     """Axes that distinguish the runs of the report, including the kind of device."""
-    runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}
+    runs = {(run.cell, run.device_name): run for run in report.runs if not run.proves_only}
     return distinguishing_axes([_placed(run.axes, run.device_name) for run in runs.values()])
 
 
@@ -220,7 +228,8 @@ class _Context:
         devices = {run.run: run.device_name for run in report.runs}
         graded = [c for c in report.certificates if c.level]
         levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
-        levels = levels if len(graded) > 1 else dict.fromkeys(levels, ALONE)
+        if len(graded) == 1 and graded[0].level in (CERTIFIED, CONSISTENT):
+            levels = dict.fromkeys(levels, ALONE)
         models = short_models(run.axes.get("model") for run in report.runs)
         return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels, models)
 
@@ -277,11 +286,15 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
         for rank, cell in zip(_ranks(order, context.verdicts), order, strict=True)
     )
     brief = {**axes, "model": context.models.get(axes.get("model"), axes.get("model"))}
-    title = ", ".join(axis_text(name, brief) for name in context.named if brief.get(name) is not None)
+    shown = [name for name in (*context.named, EQUAL_WORK) if brief.get(name) is not None]
+    title = ", ".join(axis_text(name, brief) for name in shown)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
-    warnings = tuple(note for note in health[0] if all(note in other for other in health))
+    # The title says on what they were proved.
+    titled = f"equal work: {axes.get(EQUAL_WORK)}"
+    warnings = tuple(note for note in health[0] if note != titled and all(note in other for other in health))
     heading = SCRIPT if cells[order[0]][THROUGHPUT].axes.get(SCRIPT) else STRATEGY
-    return Group(title, axes, rows, _notes(context, rows), warnings, heading, context.levels)
+    notes = tuple(note for note in _notes(context, rows) if note != titled)
+    return Group(title, axes, rows, notes, warnings, heading, context.levels)
 
 
 def _differences(alone: list[Group]) -> dict[str, str]:

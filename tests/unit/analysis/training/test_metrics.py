@@ -14,6 +14,7 @@ from paceline.analysis.training.window import open_window, step_table
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import Design
+from paceline.experiment.proof import Proof
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import NO_CELL, Tuning
 from paceline.models import arithmetic
@@ -257,6 +258,7 @@ NO_OTHER_CELL: dict[str, tuple[Any, Any]] = {
     "stall_s": (10.0, 20.0),
     "telemetry_hz": (0.0, 2.0),
     "max_restarts": (0, 2),
+    "proof": (Proof(), Proof(mode="never")),
     "lineage": (None, "ab"),
     "declared": (None, {}),
     "repeat": (0, 1),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.report import build
-from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run.references import reference_of
 from paceline.experiment.spec import RunSpec, WarmUp
 from paceline.report.tables import time_spent
 from paceline.results import store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from testbed.instant import Instant
 
-from paceline.campaign.run import controller
+from paceline.campaign.run import controller, references
 from paceline.experiment import plugins
 
 
@@ -17,7 +17,8 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None
     def use(leave: Callable[[Path], None]) -> Instant:
         instant = Instant(leave)
         load = plugins.load
-        monkeypatch.setattr(controller, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
+        for module in (controller, references):
+            monkeypatch.setattr(module, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
         return instant
 
     return use

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from testbed.instant import Instant, Watcher
 
-from paceline.campaign.run import controller, supervision
-from paceline.campaign.run.controller import reference_of, references_of
+from paceline.campaign.run import controller, references, supervision
+from paceline.campaign.run.references import reference_of, references_of
 from paceline.campaign.run.supervision import End, judge, name_stalled
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
@@ -391,7 +391,8 @@ class Closed(Instant):
 def closed(monkeypatch: pytest.MonkeyPatch, make_outcome: Make) -> Closed:
     found = Closed(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "full")))
     load = plugins.load
-    monkeypatch.setattr(controller, "load", lambda kind, name: found if kind == "launchers" else load(kind, name))
+    for module in (controller, references):
+        monkeypatch.setattr(module, "load", lambda kind, name: found if kind == "launchers" else load(kind, name))
     return found
 
 
@@ -466,7 +467,8 @@ def test_a_cause_that_would_repeat_stops_the_runs_that_would_meet_it(
 ) -> None:
     engine = NoImage(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "full")))
     load = plugins.load
-    monkeypatch.setattr(controller, "load", lambda kind, name: engine if kind == "launchers" else load(kind, name))
+    for module in (controller, references):
+        monkeypatch.setattr(module, "load", lambda kind, name: engine if kind == "launchers" else load(kind, name))
     sizes = [("a", 2), ("a", 4), ("b", 2), ("a", 1), ("a", 2)]
     specs = [
         replace(
@@ -502,7 +504,8 @@ def test_a_refusal_that_would_repeat_stops_the_campaign_and_one_that_may_pass_do
 ) -> None:
     engine = Refusing(lambda run_dir: None)
     load = plugins.load
-    monkeypatch.setattr(controller, "load", lambda kind, name: engine if kind == "launchers" else load(kind, name))
+    for module in (controller, references):
+        monkeypatch.setattr(module, "load", lambda kind, name: engine if kind == "launchers" else load(kind, name))
     specs = [make_spec(None, processes=1, nodes=2, workload="collectives", steps=step) for step in (1, 2, 3, 4)]
     messages: list[str] = []
     statuses = controller.campaign(specs, tmp_path, Watcher(), notify=messages.append)

@@ -13,7 +13,7 @@ from testbed.instant import Instant, Watcher
 from training_records import build_evidence, build_record, build_spec, build_steps
 
 from paceline.analysis.report import build
-from paceline.campaign.run import controller, copies, reference_cache
+from paceline.campaign.run import controller, copies, reference_cache, references
 from paceline.campaign.run.replay import replayed
 from paceline.campaign.run.stopping import Stopping
 from paceline.experiment.spec import RunSpec
@@ -232,7 +232,7 @@ def test_a_replay_is_compared_with_all_copies(tmp_path: Path, spec: RunSpec, lau
     ranks = Ranks(HONEST)
     launcher(ranks)
     run([spec], tmp_path)
-    reference = controller.references_of([spec])[spec.work]
+    reference = references.references_of([spec])[spec.work]
     found = {record.spec.run_id for record in replayed([spec], [reference], tmp_path)}
     assert found == {each.run_id for each in ranks.started}
     assert len(found) == 3

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.analysis.report import build
 from paceline.campaign.run import reference_cache
-from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run.references import reference_of
 from paceline.experiment.spec import RunSpec
 from paceline.results import sealing, store
 from paceline.results.records import Status

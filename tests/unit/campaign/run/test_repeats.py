@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.training.trust import finding
-from paceline.campaign.run import controller, supervision
+from paceline.campaign.run import controller, references, supervision
 from paceline.contract import Job, JobState
 from paceline.errors import RequestError
 from paceline.experiment import plugins
@@ -101,7 +101,8 @@ def weather(make_outcome: Make, make_evidence: Make, monkeypatch: pytest.MonkeyP
     """Repeats are on, as they are for users."""
     monkeypatch.delenv("PACELINE_RED_REPEATS", raising=False)
     made, load = Weather(make_outcome, make_evidence), plugins.load
-    monkeypatch.setattr(controller, "load", lambda kind, name: made if kind == "launchers" else load(kind, name))
+    for module in (controller, references):
+        monkeypatch.setattr(module, "load", lambda kind, name: made if kind == "launchers" else load(kind, name))
     return made
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.campaign.run import controller, supervision
-from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run import controller, references, supervision
+from paceline.campaign.run.references import reference_of
 from paceline.campaign.run.supervision import End, judge
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
@@ -92,9 +92,10 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def call(spec: RunSpec, launcher: Any) -> tuple[Any, Path, Watcher]:
         watcher = Watcher()
-        monkeypatch.setattr(
-            controller, "load", lambda kind, name: launcher if kind == "launchers" else load(kind, name)
-        )
+        for module in (controller, references):
+            monkeypatch.setattr(
+                module, "load", lambda kind, name: launcher if kind == "launchers" else load(kind, name)
+            )
         found = controller.execute(spec, tmp_path, watcher, None)
         return found, tmp_path / spec.experiment / spec.run_id, watcher
 

@@ -7,16 +7,19 @@ the group. A check states what was expected, what was seen, and whether that was
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.analysis.findings import Certificate, Check
+from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate.arithmetic import products, recomputation
 from paceline.analysis.training.certificate.observed import (
     LOSS,
     NORM,
     Observed,
+    ProofGroup,
     Standard,
     observe,
+    proved_standard,
     standard_of,
 )
 from paceline.analysis.training.certificate.routing import computed_choices, router_decisions
@@ -56,6 +59,7 @@ from paceline.analysis.training.certificate.work import (
     tokens_per_step,
 )
 from paceline.analysis.training.equality import certify_scripts
+from paceline.experiment.reduced import configuration
 from paceline.results.records import RunRecord, Status
 
 
@@ -65,17 +69,28 @@ def certify(
     peers: Sequence[RunRecord],
     more: Sequence[RunRecord] = (),
 ) -> Certificate:
-    """Certificate of one run. peers: the other runs of the same work. more: further references of this work."""
+    """Certificate of one run. peers: the other runs of the same work. more: further references of this work, and its
+    proof group."""
     run = observe(record)
     if record.spec.script:
         return certify_scripts([run, *map(observe, peers)])[run.run]
-    return _judge(
-        run, standard_of([*filter(None, [reference]), *more], [run, *(observe(p) for p in peers if p.evidence)])
-    )
+    known = [*filter(None, [reference]), *more]
+    own = [each for each in known if each.spec.reduction == record.spec.reduction]
+    proofs = _proof_groups([each for each in known if each.spec.reduction != record.spec.reduction])
+    group = [run, *(observe(p) for p in peers if p.evidence)]
+    return _judge(run, _with_proof(standard_of(own, group), proofs.get(record.spec.work, ())))
 
 
 def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
-    """Certificates by run id of all runs with evidence, each judged within its work; each work is read once."""
+    """Certificates by run id of all runs with evidence, each judged within its work; each work is read once.
+
+    A work without a usable reference is judged by its proof group, if it has one."""
+    in_proofs = [record for record in records if record.spec.reduction]
+    found = _certify_works(in_proofs, {})
+    return found | _certify_works([r for r in records if not r.spec.reduction], _proof_groups(in_proofs, found))
+
+
+def _certify_works(records: Sequence[RunRecord], proofs: Mapping[str, Sequence[ProofGroup]]) -> dict[str, Certificate]:
     references: defaultdict[str, list[RunRecord]] = defaultdict(list)
     groups: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
@@ -90,9 +105,33 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
         if members[0].spec.script:
             found |= certify_scripts(runs)
             continue
-        standard = standard_of(references[work], runs)
+        standard = _with_proof(standard_of(references[work], runs), proofs.get(work, ()))
         found |= {run.run: _judge(run, standard) for run in runs}
     return found
+
+
+def _proof_groups(
+    records: Sequence[RunRecord], certificates: Mapping[str, Certificate] | None = None
+) -> dict[str, list[ProofGroup]]:
+    """The proof groups with a usable reference, by the work that they prove. certificates: of their runs, if they are
+    known already."""
+    found: defaultdict[str, list[ProofGroup]] = defaultdict(list)
+    known = _certify_works(records, {}) if certificates is None else certificates
+    for members in grouped(records, lambda record: record.spec.work).values():
+        standard = standard_of([record for record in members if record.is_reference], ())
+        reduction = members[0].spec.reduction
+        if standard.reference is not None and reduction is not None:
+            certified = ((r.spec, known.get(r.spec.run_id)) for r in members)
+            runs = {configuration(spec): own for spec, own in certified if own is not None}
+            found[reduction.work].append(ProofGroup(reduction, standard.reference, standard.variants, runs))
+    return dict(found)
+
+
+def _with_proof(standard: Standard, proofs: Sequence[ProofGroup]) -> Standard:
+    """With the largest of these proof groups, if there is no usable reference of the whole."""
+    if standard.reference is not None or not proofs:
+        return standard
+    return proved_standard(standard, max(proofs, key=lambda group: group.reduction.size))
 
 
 def _judge(run: Observed, standard: Standard) -> Certificate:
@@ -109,15 +148,19 @@ def _judge(run: Observed, standard: Standard) -> Certificate:
         for decide, basis in (APPROXIMATE_CHECKS if run.spec.approximation else CHECKS)
         if (check := decide(run, standard)) is not None
     ]
+    level = standard.proof.reduction.level if standard.proof else None
     return Certificate(
         run=run.run,
         cell=run.spec.cell,
         work=run.spec.work,
-        reference=standard.reference.run if standard.reference else None,
+        reference=standard.plain.run if standard.plain else None,
         checks=tuple(checks),
         steps=len(run.steps),
         compared_steps=compared_steps(run, standard),
         loss=loss_curve(run, standard),
+        level=level,
+        grade=level,
+        proves_only=run.spec.proves_only,
     )
 
 

@@ -33,8 +33,9 @@ def _dtypes_of(counts: Counts) -> set[str]:
 
 def products(run: Observed, standard: Standard) -> Check | None:
     """Matrix products on audited steps: the dtypes of the reference's, and as many FLOPs. Values are not rounded to
-    dtypes that the reference does not use, either."""
-    reference = standard.reference
+    dtypes that the reference does not use, either. The FLOPs of a run that was proved on less are compared with those
+    of the other configurations."""
+    reference = standard.plain
     if reference is None or not run.record.operations or not reference.record.operations:
         return None
     own, known = _operations(run, "product"), _operations(reference, "product")
@@ -49,10 +50,9 @@ def products(run: Observed, standard: Standard) -> Check | None:
     if not approximates:
         problems += [f"values rounded to {dtype}" for dtype in sorted(_dtypes_of(_operations(run, "cast")) - casts)]
     expected = f"products of {' and '.join(sorted(wanted))}"
-    if run.spec.training.checkpointing == reference.spec.training.checkpointing:
-        per_step = _flops(known)
-        repeated = parallel.repeated_flops(run.record.shape, run.layout, run.spec.training)
-        total = statistics.median(per_step.values()) + repeated
+    once = statistics.median(_flops(known).values()) if standard.reference else _flops_of_others(run, standard)
+    if once is not None and run.spec.training.checkpointing == reference.spec.training.checkpointing:
+        total = once + parallel.repeated_flops(run.record.shape, run.layout, run.spec.training)
         expected += f", {'at least ' if approximates else ''}{total:.6g} FLOPs per step"
         problems += [
             f"{flops / total:.4g} times the FLOPs at step {step}"
@@ -60,7 +60,7 @@ def products(run: Observed, standard: Standard) -> Check | None:
             if abs(flops - total) > FLOPS_TOLERANCE * total and not (approximates and flops > total)
         ]
     if precision.is_8bit:
-        text, missing = _eight_bit_problems(own, known)
+        text, missing = _eight_bit_problems(own, known if standard.reference else {})
         expected += text
         problems += missing
     plain = ", as plain code" if run.spec.training.compile else ""
@@ -68,9 +68,26 @@ def products(run: Observed, standard: Standard) -> Check | None:
     return checked("matrix products", expected, problems, seen)
 
 
+def _flops_of_others(run: Observed, standard: Standard) -> float | None:
+    """FLOPs per step that other configurations need in common: the median of all, or of the other one if there are two.
+    None if there is none."""
+    mode, found = run.spec.training.checkpointing, dict[str, float]()
+    for peer in standard.group:
+        if peer.record.operations and peer.spec.training.checkpointing == mode and peer.spec.approximation is None:
+            per_step = statistics.median(_flops(_operations(peer, "product")).values())
+            found[peer.spec.cell] = per_step - parallel.repeated_flops(
+                peer.record.shape, peer.layout, peer.spec.training
+            )
+    others = [flops for cell, flops in found.items() if cell != run.spec.cell or len(found) > 2]
+    return statistics.median(others) if others else None
+
+
 def _eight_bit_problems(own: Counts, known: Counts) -> tuple[str, list[str]]:
     """What is expected of the products in 8 bit, and what is missing: at least the reference's FLOPs are in 8 bit, and
-    the reference has some. More is impossible where all FLOPs are equal, and recomputation where they are not."""
+    the reference has some. More is impossible where all FLOPs are equal, and recomputation where they are not. Without
+    a reference of these sizes, some are."""
+    if not known:
+        return ", some in 8 bit", [] if any(_flops(own, EIGHT_BIT).values()) else ["no 8-bit product"]
     least = min(_flops(known, EIGHT_BIT).values(), default=0)
     if not least:
         return ", some in 8 bit", ["no 8-bit product in the reference"]
@@ -92,13 +109,14 @@ def _flops(counts: Counts, prefix: str = "") -> dict[int, int]:
 
 def recomputation(run: Observed, standard: Standard) -> Check | None:
     """Activation checkpointing recomputes what it says: activations once more, and attention too if it is full."""
-    if standard.reference is None or not run.record.operations:
+    plain = standard.plain
+    if plain is None or not run.record.operations:
         return None
     problems, expected = [], []
     for operation, repeated in (("attention", ("full",)), ("activation", ("full", "selective"))):
         ratios = [
             {key: sum(c for c, _ in by_dtype.values()) for key, by_dtype in _operations(each, operation).items()}
-            for each in (run, standard.reference)
+            for each in (run, plain)
         ]
 
         def expect(each: Observed, rank: int, kind: str = operation, again: tuple[str, ...] = repeated) -> int:
@@ -107,7 +125,7 @@ def recomputation(run: Observed, standard: Standard) -> Check | None:
             calls //= 1 if kind == "attention" or not layout.ring else layout.cp
             return calls * (2 if training.checkpointing in again else 1)
 
-        if not ratios[1] or set(ratios[1].values()) != {expect(standard.reference, 0)}:
+        if not ratios[1] or set(ratios[1].values()) != {expect(plain, 0)}:
             continue  # operators that are not counted here, such as a fused layer
         counts = sorted({expect(run, rank) for rank in range(run.layout.world_size)})
         expected.append(f"{' or '.join(map(str, counts))} of {operation}")

@@ -7,17 +7,19 @@ import statistics
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.findings import Check
+from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training.window import StepTable, step_table
 from paceline.experiment.layout import Layout, layout_of
+from paceline.experiment.proof import Reduction
+from paceline.experiment.reduced import configuration, reduced
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.models.adapters import trained_parameters
@@ -99,12 +101,27 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProofGroup:
+    """The reference of a reduced form of the model with its re-seeded copies, and the certificates of the runs that
+    were compared with it, by their configuration."""
+
+    reduction: Reduction
+    reference: Observed
+    variants: tuple[Observed, ...]
+    runs: Mapping[str, Certificate]
+
+    def certificate_of(self, spec: RunSpec) -> Certificate | None:
+        """The certificate of the run of this group that has the configuration of a spec."""
+        return self.runs.get(configuration(reduced(spec, self.reduction)))
+
+
+@dataclass(frozen=True, slots=True)
 class Standard:
     """What every run of one work is compared with. reference is None if none is usable; missing then says why.
 
     variants: re-seeded copies of the reference. group: all runs of the work. cells: by quantity and cell, the value at
-    each step after the reference, the median of the cell's launches. kept: what the checks of several runs, or several
-    checks of one, have in common, filled as it is computed.
+    each step after the reference, the median of the cell's launches. proof: stands in for a missing reference. kept:
+    what the checks of several runs, or several checks of one, have in common, filled as it is computed.
     """
 
     reference: Observed | None
@@ -112,7 +129,19 @@ class Standard:
     missing: str
     group: tuple[Observed, ...]
     cells: Mapping[str, Mapping[str, Mapping[int, float]]]
+    proof: ProofGroup | None = None
     kept: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Observed | None:
+        """The plain training loop on one process, of the same work or of its reduced form: for what does not depend on
+        sizes, such as settings and kinds of operators."""
+        return self.reference or (self.proof.reference if self.proof else None)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the reference; -1 without one."""
+        return max(self.reference.steps) if self.reference else -1
 
     def once(self, key: tuple[object, ...], compute: Callable[[], T]) -> T:
         """What compute returned when it was first called with this key."""
@@ -146,15 +175,23 @@ def standard_of(references: Sequence[RunRecord], group: Sequence[Observed]) -> S
     } | own
     variants = tuple(observe(holders[number], number) for number in sorted(holders) if number)
     base = observe(reference)
+    return Standard(base, variants, "", tuple(group), _cells_after(max(base.steps), group))
+
+
+def proved_standard(standard: Standard, proof: ProofGroup) -> Standard:
+    """A standard without reference, with a proof group in its place: every step is compared with other cells."""
+    return replace(standard, proof=proof, cells=_cells_after(-1, standard.group), kept={})
+
+
+def _cells_after(last: int, group: Sequence[Observed]) -> dict[str, dict[str, dict[int, float]]]:
     exact = [run for run in group if run.spec.approximation is None]
-    cells = {name: _cells_after(base, exact, name) for name in (LOSS, NORM)}
-    return Standard(base, variants, "", tuple(group), cells)
+    return {name: _values_after(last, exact, name) for name in (LOSS, NORM)}
 
 
-def _cells_after(reference: Observed, group: Sequence[Observed], name: str) -> dict[str, dict[int, float]]:
-    """By cell and step after the reference, the median of the cell's launches, each by its first rank."""
+def _values_after(last: int, group: Sequence[Observed], name: str) -> dict[str, dict[int, float]]:
+    """By cell and step after the last one of the reference, the median of the cell's launches, each by its first
+    rank."""
     found: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    last = max(reference.steps)
     for run in group:
         values, starts = compared_values(run, name)
         for step, first in zip(run.steps, values[starts].tolist(), strict=True):

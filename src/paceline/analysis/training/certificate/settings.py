@@ -57,7 +57,7 @@ def expected_dtypes(spec: RunSpec) -> dict[str, str]:
 
 
 def declared_dtypes(run: Observed, standard: Standard) -> Check:
-    agreed = dict(standard.reference.evidence[0].dtypes) if standard.reference else {}
+    agreed = dict(standard.plain.evidence[0].dtypes) if standard.plain else {}
     wanted = {**agreed, **expected_dtypes(run.spec)}
     if run.spec.approximation is not None:
         del wanted["gradient_reduction"]
@@ -69,9 +69,9 @@ def declared_dtypes(run: Observed, standard: Standard) -> Check:
 
 
 def optimizer_class(run: Observed, standard: Standard) -> Check | None:
-    if standard.reference is None:
+    if standard.plain is None:
         return None
-    wanted = {k: v for k, v in standard.reference.evidence[0].optimizer.items() if k not in KERNELS}
+    wanted = {k: v for k, v in standard.plain.evidence[0].optimizer.items() if k not in KERNELS}
     problems = silent_ranks(run)
     for rank, evidence in run.evidence.items():
         own = {k: v for k, v in evidence.optimizer.items() if k not in KERNELS}
@@ -83,7 +83,7 @@ def optimizer_class(run: Observed, standard: Standard) -> Check | None:
 def parameter_groups(run: Observed, standard: Standard) -> Check | None:
     """All parameter groups that any optimizer stepped in the window have the reference's hyper-parameters, and together
     they cover every trainable weight: on each rank, or once over all ranks if each rank updates its own part."""
-    reference = standard.reference.evidence[0].groups if standard.reference else None
+    reference = standard.plain.evidence[0].groups if standard.plain else None
     observed = {rank: e.groups for rank, e in run.evidence.items() if e.groups is not None}
     if not reference or not observed:
         return None
@@ -144,7 +144,7 @@ def clipping(run: Observed, standard: Standard) -> Check | None:
 
 def precision_switches(run: Observed, standard: Standard) -> Check | None:
     """torch's switches of numerical precision had the reference's values at every step."""
-    wanted = standard.reference.evidence[0].flags if standard.reference else None
+    wanted = standard.plain.evidence[0].flags if standard.plain else None
     observed = {rank: e.flags for rank, e in run.evidence.items() if e.flags is not None}
     if not wanted or not observed:
         return None

@@ -20,6 +20,7 @@ from paceline.analysis.training.certificate.observed import (
     compared_values,
     steps_text,
 )
+from paceline.experiment.proof import Reduction
 
 # Ranks take the norm of the same reduced gradients, in sums of the same order.
 RANK_TOLERANCE = 1e-5
@@ -117,41 +118,40 @@ def _base(reference: Observed, name: str) -> dict[int, float]:
     return {step: x if math.isfinite(x) else math.nan for step, x in base if math.isfinite(x) or not skips}
 
 
-def _medians(standard: Standard, reference: Observed, name: str, left_out: str | None) -> dict[int, float]:
+def _medians(standard: Standard, name: str, left_out: str | None) -> dict[int, float]:
     """The median of all cells but the one left out, at each step after the reference."""
     peers = [steps for cell, steps in standard.cells.get(name, {}).items() if cell != left_out]
-    last = max(reference.steps)
-    known = sorted({step for steps in peers for step in steps if step > last})
+    known = sorted({step for steps in peers for step in steps if step > standard.last_step})
     return {step: statistics.median(steps[step] for steps in peers if step in steps) for step in known}
 
 
 def compared_deviations(run: Observed, standard: Standard, name: str) -> Mapping[int, float]:
     """Deviation at each step that can be compared: with the reference as far as it goes, then with the median of all
     cells, or with the other cell where there are two. A cell alone cannot be compared with itself."""
-    if standard.reference is None:
+    if standard.plain is None:
         return {}
     return standard.once(("deviations", run, name), lambda: _computed_deviations(run, standard, name))
 
 
 def _computed_deviations(run: Observed, standard: Standard, name: str) -> Mapping[int, float]:
-    assert standard.reference is not None
     reference = standard.reference
     left_out = None if len(standard.cells.get(name, {})) > 2 else run.spec.cell
     base = standard.once(
-        ("base", name, left_out), lambda: _base(reference, name) | _medians(standard, reference, name, left_out)
+        ("base", name, left_out),
+        lambda: (_base(reference, name) if reference else {}) | _medians(standard, name, left_out),
     )
     found = worst_deviations(run, base, name)
     if name != NORM or run.spec.training.precision.compute != "fp16":
         return found
-    last, norms = max(reference.steps), run.by_step("grad_norm")
+    last, norms = standard.last_step, run.by_step("grad_norm")
     return {s: error for s, error in found.items() if s <= last or any(x is not None for x in norms[s])}
 
 
-def _spread(standard: Standard, reference: Observed, name: str) -> dict[int, float]:
+def _spread(standard: Standard, reference: Observed, variants: Iterable[Observed], name: str) -> dict[int, float]:
     """By step of the reference, the largest deviation of a re-seeded reference so far. A later spread never excuses an
     earlier step."""
     found = dict.fromkeys(reference.steps, 0.0)
-    for variant in standard.variants:
+    for variant in variants:
         for step, deviation in _from_reference(variant, standard, reference, name).items():
             found[step] = max(found[step], deviation)
     finite = (deviation if math.isfinite(deviation) else 0.0 for deviation in found.values())
@@ -162,29 +162,44 @@ def _limits(standard: Standard, run: Observed, name: str) -> tuple[Mapping[int, 
     """The deviation that rounding alone explains at each step, and where that comes from.
 
     It grows with the spread of the re-seeded references. After the reference, the differences of honest runs still
-    grow, but not suddenly: one step may double the largest so far.
+    grow, but not suddenly: one step may double the largest so far. Without a reference, the spread is that of the proof
+    group, and more layers round more often.
     """
-    assert standard.reference is not None
     return standard.once(("limits", run, name), lambda: _computed_limits(standard, run, name))
 
 
 def _computed_limits(standard: Standard, run: Observed, name: str) -> tuple[Mapping[int, float], str]:
-    assert standard.reference is not None
-    reference, compute = standard.reference, run.spec.training.precision.compute
-    spread = standard.once(("spread", name), lambda: _spread(standard, reference, name))
+    reference, compute, proof = standard.plain, run.spec.training.precision.compute, standard.proof
+    assert reference is not None
+    variants = standard.variants if proof is None else proof.variants
+    spread = standard.once(("spread", name), lambda: _spread(standard, reference, variants, name))
+    factor = SPREAD_FACTOR if proof is None else SPREAD_FACTOR * growth_with_depth(proof.reduction)
     limits = standard.once(
         ("limits of the reference", name),
-        lambda: {step: max(LEAST_TOLERANCE, SPREAD_FACTOR * so_far) for step, so_far in spread.items()},
+        lambda: {step: max(LEAST_TOLERANCE, factor * so_far) for step, so_far in spread.items()},
     )
     if not run.steps <= spread.keys():
         limits = _later_limits(limits, run.steps, compared_deviations(run, standard, name), name)
     so_far = max(spread.values(), default=0.0)
-    origin = f"{SPREAD_FACTOR:g} x the spread so far of {len(standard.variants)} re-seeded references in {compute}"
-    if not standard.variants:
+    origin = f"{factor:.3g} x the spread so far of {len(variants)} re-seeded references in {compute}"
+    origin += "" if proof is None else f" on {proof.reduction.text}"
+    if not variants:
         return limits, f"fixed for {compute}"
-    if compute == "fp32" or SPREAD_FACTOR * so_far < LEAST_TOLERANCE:
+    if compute == "fp32" or factor * so_far < LEAST_TOLERANCE:
         return limits, f"at least {LEAST_TOLERANCE:g}, or {origin}"
     return limits, f"{origin}, {so_far:.2g} at the last step"
+
+
+def growth_with_depth(reduction: Reduction) -> float:
+    """How much further rounding moves the whole model than its reduced form: rounding errors of layers are independent,
+    so that their variances add. The mean of a shorter sequence or a smaller batch only moves further.
+
+    >>> growth_with_depth(Reduction(
+    ...     work="", layers=4, of_layers=64, sequence_length=8, of_sequence_length=8, global_batch=2, of_global_batch=2
+    ... ))
+    4.0
+    """
+    return math.sqrt(reduction.of_layers / reduction.layers)
 
 
 def _later_limits(
@@ -224,11 +239,13 @@ def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
 
 def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
     def check(run: Observed, standard: Standard) -> Check | None:
-        if standard.reference is None:
+        if standard.plain is None:
             return None
         deviations = compared_deviations(run, standard, name)
+        if standard.reference is None and not deviations:
+            return checked(name, "that of the other configurations", [], "no other configuration to compare with")
         limits, origin = _limits(standard, run, name)
-        if not any(step in standard.reference.steps for step in deviations):
+        if standard.reference is not None and not any(step in standard.reference.steps for step in deviations):
             return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
         # The step closest to its limit, or furthest beyond it.
         shares = [deviation / limits[step] for step, deviation in deviations.items()]
@@ -236,7 +253,7 @@ def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:
         worst, limit = deviations[step], limits[step]
         cells = len(standard.cells.get(name, {}))
         others = f"the median of {cells} cells" if cells > 2 else "the other cell"
-        source = "the reference" if step in standard.reference.steps else others
+        source = "the reference" if step <= standard.last_step else others
         expected = f"within {limit:.2g} of {source} at step {step}, relative ({origin})"
         seen = f"{worst:.2g} at step {step}, the closest to its limit of {len(deviations)} compared steps"
         seen = seen if math.isfinite(worst) else f"not a number at step {step}"

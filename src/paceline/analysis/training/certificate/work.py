@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import partial
 
 from paceline.analysis.findings import Check
 from paceline.analysis.training.certificate.arithmetic import _operations
 from paceline.analysis.training.certificate.observed import (
     Observed,
+    ProofGroup,
     Standard,
     checked,
     on_ranks,
@@ -58,7 +61,8 @@ def moved(run: Observed, standard: Standard) -> Check | None:
 
     Only tensors stored in fp32 are compared: a 16-bit copy may stay the same while its master weight changes. Adam's
     steps hardly depend on the size of a gradient, so a tensor that moved much less missed updates or had another
-    learning rate. The comparison needs a reference of as many steps; without one, every tensor must have changed.
+    learning rate. The comparison needs a reference of as many steps; without one, every tensor must have changed. A run
+    that was proved on less is compared with other configurations.
     """
     tuning = run.spec.tuning
     frozen = [
@@ -71,23 +75,41 @@ def moved(run: Observed, standard: Standard) -> Check | None:
         for r, e in run.evidence.items()
         if e.unmoved
     ]
-    own = run.evidence[0].movements if 0 in run.evidence else None
+    own = _movements(run)
     adapted = tuning is not None and tuning.has_adapters
     if not own and not (adapted and any(e.unmoved is not None for e in run.evidence.values())):
         return None
     reference = standard.reference
-    known = reference.evidence[0].movements if reference and len(reference.steps) == len(run.steps) else None
+    known = _movements(reference) if reference and len(reference.steps) == len(run.steps) else None
+    source = "the reference"
+    if standard.proof is not None:
+        known, source = _movements_of_others(run, standard), "other configurations"
     problems = [*frozen, *old]
     for name, change in (own or {}).items():
         wanted = (known or {}).get(name)
         if change == 0 and (wanted is None or wanted > 0):
             problems.append(f"{name} did not change")
         elif wanted and not 1 / MOVEMENT_FACTOR <= change / wanted <= MOVEMENT_FACTOR:
-            problems.append(f"{name} changed {change / wanted:.2g} times as much as in the reference")
+            problems.append(f"{name} changed {change / wanted:.2g} times as much as in {source}")
     expected = "every trainable tensor changed"
-    expected += f", within a factor of {MOVEMENT_FACTOR:g} of the reference" if known else ""
+    expected += f", within a factor of {MOVEMENT_FACTOR:g} of {source}" if known else ""
     expected += ", no frozen weight did" if adapted else ""
     return checked("weights moved", expected, problems, f"{len(own or {})} tensors" if own else "every adapter")
+
+
+def _movements(run: Observed) -> Mapping[str, float] | None:
+    return run.evidence[0].movements if 0 in run.evidence else None
+
+
+def _movements_of_others(run: Observed, standard: Standard) -> Mapping[str, float] | None:
+    """By tensor, the median over all configurations with as many steps, or that of the other one if there are two."""
+    found: dict[str, Mapping[str, float]] = {}
+    for peer in standard.group:
+        if len(peer.steps) == len(run.steps) and peer.spec.approximation is None and (moved := _movements(peer)):
+            found.setdefault(peer.spec.cell, moved)
+    others = [moved for cell, moved in found.items() if cell != run.spec.cell or len(found) > 2]
+    names = dict.fromkeys(name for moved in others for name in moved)
+    return {name: statistics.median(moved[name] for moved in others if name in moved) for name in names} or None
 
 
 def ranks_agree(run: Observed, standard: Standard) -> Check | None:
@@ -106,12 +128,25 @@ def ranks_agree(run: Observed, standard: Standard) -> Check | None:
 
 
 def completed_reference(run: Observed, standard: Standard) -> Check:
+    if standard.proof is not None:
+        return _proved(run, standard.proof)
     problems = [standard.missing] if standard.missing else []
     seen = f"{standard.reference.run}, {len(standard.reference.steps)} steps" if standard.reference else ""
     return checked("reference", "a completed one-process reference of the same work", problems, seen)
 
 
+def _proved(run: Observed, proof: ProofGroup) -> Check:
+    """The same configuration of the reduced form did the same work as one process."""
+    found = proof.certificate_of(run.spec)
+    expected = f"this configuration certified against one process on {proof.reduction.text}"
+    if found is None:
+        return checked("proof", expected, ["no run of the proof group has this configuration"], "")
+    problems = [f"{found.run}: {reason}" for reason in found.reasons]
+    return checked("proof", expected, problems, f"{found.run}, {found.steps} steps")
+
+
 def initial_weights(run: Observed, standard: Standard) -> Check:
+    """Without a reference, the weights of most runs of the work."""
     expected = standard.reference.evidence[0] if standard.reference else run.evidence.get(0)
     if expected is None:
         return checked("initial weights", "a hash of the weights on every rank", silent_ranks(run), "")
@@ -121,6 +156,12 @@ def initial_weights(run: Observed, standard: Standard) -> Check:
             differing = [k for k, v in seen.init_digests.items() if expected.init_digests.get(k, v) != v]
             where = f" (first differing: {differing[0]})" if differing else ""
             problems.append(f"{seen.init_digest} on rank {rank}{where}")
+    if standard.proof is not None:
+        votes = Counter(peer.evidence[0].init_digest for peer in standard.group if 0 in peer.evidence)
+        others = [digest for digest in votes if digest != expected.init_digest]
+        if any(votes[digest] >= votes[expected.init_digest] for digest in others):
+            most = max(others, key=lambda digest: votes[digest])
+            problems.append(f"{votes[most]} of {votes.total()} runs of this work began with {most}")
     return checked("initial weights", f"hash {expected.init_digest} on every rank", problems, on_ranks(run.evidence))
 
 
@@ -142,6 +183,8 @@ def parameter_count(run: Observed, standard: Standard) -> Check:
 def data_digests(run: Observed, standard: Standard) -> Check:
     """The reference computes the digests of all steps from the seed. Where an old one did not, most runs must agree."""
     known: dict[int, int] = {}
+    if standard.proof is not None:
+        known = dict(enumerate(standard.proof.reference.evidence[0].whole_digests or ()))
     if standard.reference:
         later = standard.reference.evidence[0].later_digests or ()
         known = {**standard.reference.digests, **dict(enumerate(later, max(standard.reference.steps) + 1))}
@@ -154,11 +197,16 @@ def data_digests(run: Observed, standard: Standard) -> Check:
         votes = standard.once(("votes", step), partial(_votes, standard, step))
         if any(votes[seen] >= votes[digest] for seen in votes if seen != digest):
             disputed.append(step)
-    problems = [f"other token ids than the reference at {steps_text(other)}"] if other else []
+    source = "the reference" if standard.reference else "the seed gives"
+    problems = [f"other token ids than {source} at {steps_text(other)}"] if other else []
     problems += [f"other token ids than most of the group at {steps_text(disputed)}"] if disputed else []
     if not common and standard.reference:
         problems.append("no step in common with the reference")
     rest = len(run.digests) - len(common)
+    if standard.proof is not None:
+        seen = f"as computed from the seed at {len(common)} steps" + (f", equal to the group at {rest}" if rest else "")
+        expected = "the token ids that the seed gives, and of most runs of this work, at every step"
+        return checked("data", expected, problems, seen)
     seen = f"equal to the reference at {len(common)} steps" + (f", to the group at {rest}" if rest else "")
     return checked("data", "the token ids of the reference at every step", problems, seen)
 
