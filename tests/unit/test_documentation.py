@@ -6,6 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from paceline.cli import command
 from paceline.cli.overview import VERBS
@@ -122,3 +125,23 @@ def test_every_command_is_accepted() -> None:
         except RequestError as error:
             refused.append(f"{line}: {error}")
     assert refused == []
+
+
+def test_ci_files_are_valid_and_their_commands_accepted() -> None:
+    """The YAML of GitHub Actions and GitLab in docs/scripts.md, and every command of ours in its scripts."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)
+    jobs = [job for text in blocks if "paceline gate" in text for job in jobs_of(yaml.safe_load(text))]
+    assert len(jobs) == 2
+    for lines in jobs:
+        ours = [line.partition("paceline ")[2].rstrip(")") for line in lines if "paceline " in line]
+        assert [line.split()[0] for line in ours] == ["measure", "measure", "gate"]
+        for line in ours:
+            words = shlex.split(line)
+            command.parser(words[0]).parse_args(words)
+
+
+def jobs_of(document: dict[str, Any]) -> list[list[str]]:
+    """The shell lines of each job."""
+    if "jobs" in document:
+        return [[step["run"] for step in job["steps"] if "run" in step] for job in document["jobs"].values()]
+    return [job["script"] for job in document.values()]

@@ -23,6 +23,9 @@ class HostClock:
     def reuse(self, steps: Iterable[Any]) -> None:
         """Numbers need no reuse."""
 
+    def drain(self) -> None:
+        """Nothing is queued on a CPU."""
+
 
 class CudaClock:
     """CUDA events on the current stream: device time, however far ahead the host has run.
@@ -55,3 +58,8 @@ class CudaClock:
 
     def passed(self, mark: Any) -> bool:
         return bool(mark.query())
+
+    def drain(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()

@@ -76,8 +76,10 @@ def _layout(args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
     if not is_alone and not facts.is_one_tensor(ids, more.values()):
         return None
 
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+
     def place(tensor: Any) -> int | str:
-        return next(place for place, value in (*enumerate(args), *kwargs.items()) if value is tensor)
+        return next(place for place, value in places if value is tensor)
 
     names = tuple((name, place(tensor)) for name, tensor in more.items())
     return Layout(place(ids), names, ids.shape[0], ids.numel())
