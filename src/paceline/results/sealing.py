@@ -164,7 +164,6 @@ def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> S
             if facts.st_size < wanted or (facts.st_size > wanted and not _GROWING.fullmatch(name)):
                 raise damaged(run_dir, f"{name}: got {facts.st_size} bytes, expected {wanted}")
             if keep:
-                # All of what is kept: the file may have grown since its size was looked at.
                 content = _whole(descriptor, wanted)
                 intact = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} == entry
             else:
@@ -185,9 +184,10 @@ def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> S
 
 def _whole(descriptor: int, size: int) -> bytes:
     """The content of a file that should have this size, to its end."""
+    # One byte more: the file may have grown since its size was looked at.
     content = os.read(descriptor, size + 1)
     # On network file systems a read may be short before the end.
-    while len(content) <= size and (more := os.read(descriptor, size + 1)):
+    while len(content) < size and (more := os.read(descriptor, size + 1 - len(content))):
         content += more
     return content
 
