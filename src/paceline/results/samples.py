@@ -73,6 +73,10 @@ class StepSeries(Sequence[StepSample]):
     def of(cls, samples: Iterable[StepSample]) -> StepSeries:
         return samples if isinstance(samples, cls) else cls(columns_of([cls.values_of(sample) for sample in samples]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was derived: it is as large as the columns, and whoever receives a series rarely needs it."""
+        return StepSeries.from_columns, (self._columns,)
+
     def column(self, name: str) -> Column:
         return self._columns[name]
 

@@ -170,11 +170,12 @@ def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAM
     """As many launches as there are, drawn with replacement; a row of totals is one launch."""
     # Count how often each is drawn, so equal draws give equal sums to the last digit.
     drawn = rng.multinomial(len(totals), np.full(len(totals), 1 / len(totals)), size=resamples)
-    # Not a matrix product: that spreads one NaN over all columns, and its last digit depends on the machine.
-    sums = np.zeros((resamples, totals.shape[1]))
-    for times, row in zip(drawn.T, totals, strict=True):
-        sums += times[:, None] * row
-    return sums
+    # Not a matrix product: that spreads one NaN over all columns, and its last digit depends on the machine. Each column
+    # of the result is contiguous: NumPy then adds several of its numbers at once.
+    sums = np.zeros((totals.shape[1], resamples))
+    for times, row in zip(drawn.T.astype(np.float64), totals, strict=True):
+        sums += row[:, None] * times
+    return sums.T
 
 
 def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denominator: int) -> Resampled | None:
