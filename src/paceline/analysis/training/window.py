@@ -281,7 +281,7 @@ def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     ranks, seconds = table.whole_numbers("rank"), table.numbers("duration_s")
     if table.absent is None and chosen.any():
         places = ranks[:, 0]
-        if (ranks.T == places).all() and len(set(places.tolist())) == len(places):
+        if (places == ranks.T).all() and len(set(places.tolist())) == len(places):
             own = np.ascontiguousarray(seconds[:, chosen].T)
             return own[:, np.argmax(own.sum(axis=0))]
     counts = np.diff(table.bounds)
