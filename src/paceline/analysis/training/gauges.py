@@ -92,8 +92,8 @@ def _of_rank(series: StepSeries, samples: tuple[Ranked, ...], rank: int) -> list
     return by_rank.get(rank, [])
 
 
-def _kept(series: StepSeries, samples: tuple[object, ...], compute: Callable[[], Kept]) -> Kept:
-    """What was computed from other samples of the run, kept with the series of its steps."""
+def _kept(series: StepSeries, samples: Sequence[object], compute: Callable[[], Kept]) -> Kept:
+    """What was computed from other samples of the run, or from the numbers of steps, kept with the series."""
     key = "other samples", id(samples)
     # With the samples themselves: a record with others has another index.
     if key not in series.derived or series.derived[key][0] is not samples:
@@ -154,7 +154,8 @@ def _stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tu
     line = timeline(record, rank)
     if line is None or not measured or measured[0] not in line.steps or measured[-1] not in line.steps:
         return None
-    inside = np.flatnonzero(np.isin(line.steps, measured))
+    wanted = _kept(StepSeries.of(record.steps), measured, lambda: np.array(measured))
+    inside = np.flatnonzero(np.isin(line.steps, wanted))
     begins, ends = line.begins[inside], line.ends[inside]
     # Consecutive steps touch, up to rounding of large timestamps.
     breaks = np.flatnonzero(begins[1:] - ends[:-1] > 1e-5)
