@@ -91,6 +91,8 @@ class StepTable:
     @cached_property
     def absent(self) -> NDArray[np.bool_] | None:
         """The places of lanes that a step does not have; None if all steps have as many."""
+        if self.order is None:
+            return None
         missing = np.arange(self.shape[0])[:, None] >= np.diff(self.bounds)
         return missing if missing.any() else None
 

@@ -83,12 +83,14 @@ def first_values(run: Observed, name: str) -> list[float]:
 
 def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
-    # Of ranks that work on the same samples, one counts.
-    counted = np.isnan(table.numbers("leader"))
     column = table.series.column("data_digest")
     # NumPy adds these modulo 2**64, as digests are.
     own = table.lanes(np.asarray(column, dtype=np.uint64 if isinstance(column, array) else object))
-    digests = [digest % 2**64 for digest in table.totals(np.where(counted, own, 0)).tolist()]
+    follows = ~np.isnan(table.numbers("leader"))
+    if follows.any():
+        # Of ranks that work on the same samples, one counts.
+        own = np.where(follows, 0, own)
+    digests = [digest % 2**64 for digest in table.totals(own).tolist()]
     return Observed(
         record.spec.run_id,
         record,
