@@ -411,7 +411,8 @@ def read_json(path: Path, content: bytes | None = None) -> dict[str, Any]:
     """A JSON object whose texts are safe to print. content: of the file, if it was read already."""
     try:
         text = (document_of(path) if content is None else content).decode()
-        value = safe_text.document(text)
+        # A rank or a command that reads one document starts without the fast parser.
+        value = safe_text.document(json.loads(text) if content is None else safe_text.fast_loads(text), text)
     except FileNotFoundError:
         raise damaged(path.parent, f"{path.name} is missing") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -221,7 +221,7 @@ def occasions(out: Path, name: str) -> list[Occasion]:
     for line in lines:
         event = None
         with contextlib.suppress(ValueError, RecursionError):
-            event = safe_text.document(line)
+            event = safe_text.document(json.loads(line), line)
         if not isinstance(event, dict):
             continue  # a crash truncated this line
         about = by_id.setdefault(str(event.get("occasion")), {})
