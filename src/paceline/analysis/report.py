@@ -29,7 +29,7 @@ from paceline.analysis.compare import (
 )
 from paceline.analysis.cost import claims, served, training
 from paceline.analysis.cost.training import Costing
-from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, RunFinding
+from paceline.analysis.findings import SHARED_GPU, Certificate, Measurement, Recipe, Report, RunFinding
 from paceline.analysis.findings.training import RankStep
 from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, fabric, nodes
@@ -61,13 +61,15 @@ LONGEST_DISTRIBUTION = 500
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What follows from the runs of some works alone: certificates and windows by run id, cells, and recipes by cell.
+    """What follows from the runs of some works alone: certificates, windows and findings by run id, cells, and recipes
+    by cell.
 
     Other runs of these works would change it."""
 
     works: frozenset[str]
     certificates: Mapping[str, Certificate]
     windows: Mapping[str, Window]
+    runs: Mapping[str, RunFinding]
     cells: Sequence[Cell]
     recipes: Mapping[str, Recipe]
 
@@ -81,15 +83,15 @@ def judge(records: Sequence[RunRecord]) -> Judged:
         for r in ordered
         if r.steps and r.spec.is_certified and not r.proves_only
     }
-    trusted = (
-        windows[run]
-        for r in ordered
-        if (run := r.spec.run_id) in windows and comparable.status_of(r, certificates.get(run))[0] is Status.OK
-    )
+    proved = {r.spec.work for r in ordered if (c := certificates.get(r.spec.run_id)) and c.valid and _is_proved(r, c)}
+    runs = {
+        r.spec.run_id: _finding(r, certificates, windows, r.is_reference and r.spec.work in proved) for r in ordered
+    }
+    trusted = (window for run, window in windows.items() if runs[run].status == Status.OK)
     # The work of other runs is not part of their cell.
     made = recipes(r for r in ordered if r.spec.is_trained)
     works = frozenset(r.spec.group_work for r in records)
-    return Judged(works, certificates, windows, metrics.gather(trusted), {recipe.cell: recipe for recipe in made})
+    return Judged(works, certificates, windows, runs, metrics.gather(trusted), {recipe.cell: recipe for recipe in made})
 
 
 def _graded(certificate: Certificate | None) -> Certificate | None:
@@ -119,97 +121,146 @@ def build(
     `judge` found already, in processes that each read a part of the runs; it is not computed again. Only runs that
     ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
+    costing = costing or training.Costing()
+    basis = _basis(records, judged)
+    report = Report(
+        title=title,
+        created_at=max((r.ended_at for r in basis.records), default=0.0) if created_at is None else created_at,
+        paceline_version=__version__,
+        machines=_machines(basis.records),
+        runs=basis.runs,
+        measurements=tuple(m for cell in basis.cells for m in cell.measurements),
+        certificates=tuple(basis.certificates.values()),
+        comparisons=(),
+        recommendations=(),
+        scaling=(),
+        predictions=predicted.beside(predictions, basis.sound),
+        recipes=recipes(basis.records, basis.recipes),
+        skipped=tuple(skipped),
+        time_spent=time_spent.analyse(basis.records, basis.windows),
+    )
+    report = replace(report, notes=(*_notes(basis, report.machines), *_replaced_notes(earlier)))
+    report = _with_launches(_with_comparisons(report, basis), basis, earlier)
+    report = _with_served(_with_machine_tests(report, basis, baseline, costing), basis.sound, costing)
+    return _with_costs(gauge_summary.added_to(report, basis.sound, basis.windows), basis, costing)
+
+
+# --- stages ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """What all parts of a report start from, in the order in which runs were started. sound: the runs that ended ok,
+    certified if they must be; trusted: their windows."""
+
+    records: Sequence[RunRecord]
+    certificates: Mapping[str, Certificate]
+    windows: Mapping[str, Window]
+    runs: tuple[RunFinding, ...]
+    sound: Sequence[RunRecord]
+    trusted: Sequence[Window]
+    peaks: Sequence[Measurement]
+    cells: Sequence[Cell]
+    recipes: Mapping[str, Recipe]
+
+
+def _basis(records: Sequence[RunRecord], judged: Sequence[Judged]) -> _Basis:
     ordered = sorted(records, key=_by_start)
     known = frozenset[str]().union(*(part.works for part in judged))
     parts = [*judged, judge([record for record in ordered if record.spec.group_work not in known])]
-    findings = {run: found for part in parts for run, found in part.certificates.items()}
+    certified = {run: found for part in parts for run, found in part.certificates.items()}
     # In the order in which one process finds them: by work.
-    by_work = grouped((r for r in ordered if r.spec.run_id in findings), lambda record: record.spec.work)
-    certificates = {r.spec.run_id: findings[r.spec.run_id] for members in by_work.values() for r in members}
+    by_work = grouped((r for r in ordered if r.spec.run_id in certified), lambda record: record.spec.work)
     windows = {run: window for part in parts for run, window in part.windows.items()}
-    proved = {r.spec.work for r in ordered if (c := certificates.get(r.spec.run_id)) and c.valid and _is_proved(r, c)}
-    runs = tuple(_finding(r, certificates, windows, r.is_reference and r.spec.work in proved) for r in ordered)
-    trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
+    findings = {run: found for part in parts for run, found in part.runs.items()}
+    runs = tuple(findings[r.spec.run_id] for r in ordered)
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK and r.spec.reduction is None]
+    trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
     peaks = ceilings.analyse(sound)
     gathered = {cell.id: cell for part in parts for cell in part.cells}
-    cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks), gathered)
-    grown = scaling.analyse(cells)
-    everything = (*compare.compare_cells(cells), *grown.compared)
-    # Machine runs with corrupted data.
-    pairs = zip(ordered, runs, strict=True)
-    invalid = [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
-    network, memory_found = fabric.analyse(sound, invalid), memory.analyse(ordered, runs)
-    before = history.judge(earlier, records)
-    replaced = sum(not record.proves_only for record in earlier)
-    tested = nodes.analyse(sound, baseline)
-    replaced_note = []
-    if replaced:
-        many = f"{replaced} launches were" if replaced > 1 else "1 launch was"
-        replaced_note = [f"{many} replaced by newer or successful ones of the same runs and count only in histories"]
-    report = Report(
-        title=title,
-        created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
-        paceline_version=__version__,
-        machines=_machines(ordered),
+    return _Basis(
+        records=ordered,
+        certificates={r.spec.run_id: certified[r.spec.run_id] for members in by_work.values() for r in members},
+        windows=windows,
         runs=runs,
+        sound=sound,
+        trusted=trusted,
+        peaks=peaks,
+        cells=metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks), gathered),
+        recipes={cell: recipe for part in parts for cell, recipe in part.recipes.items()},
+    )
+
+
+def _with_comparisons(report: Report, basis: _Basis) -> Report:
+    """The report with what cells say about each other."""
+    cells, grown = basis.cells, scaling.analyse(basis.cells)
+    everything = (*compare.compare_cells(cells), *grown.compared)
+    unstable = {run for run, each in basis.certificates.items() if each.unstable_from is not None}
+    return replace(
+        report,
+        measurements=(*report.measurements, *(point.efficiency for point in grown.points)),
+        comparisons=tuple(c for each in everything for c in each.comparisons),
+        recommendations=tuple(recommend.recommend(everything, basis.runs)),
+        scaling=grown.points,
+        layouts=layouts.analyse(basis.sound),
+        compilations=compilation.analyse(everything),
+        tradeoffs=tradeoffs.analyse(cells, unstable),
+        checkpoints=checkpoints.analyse(cells),
+        bottlenecks=bottleneck.judge(cells, basis.sound, basis.peaks),
+        effects=effects.analyse(cells, basis.records, basis.runs),
+        distributions={cell.id: _distribution(cell) for cell in cells},
+    )
+
+
+def _with_launches(report: Report, basis: _Basis, earlier: Sequence[RunRecord]) -> Report:
+    """The report with the history of each cell, and with what single runs recorded beside their speed."""
+    before = history.judge(earlier, basis.records)
+    asked = (*before.asked, *(record for record in basis.sound if record.requests))
+    return replace(
+        report,
+        routings=routing.analyse(basis.sound),
+        memory_advice=memory.all_advice(basis.records),
+        histories=history.analyse((*before.windows, *basis.trusted), asked=asked),
+        rules_of_thumb=rules_of_thumb.rules(basis.sound),
+    )
+
+
+def _with_machine_tests(report: Report, basis: _Basis, baseline: nodes.Baseline | None, costing: Costing) -> Report:
+    """The report with network, memory and node tests, and with what the network explains."""
+    # Machine runs with corrupted data.
+    pairs = zip(basis.records, basis.runs, strict=True)
+    invalid = [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
+    network, memory_found = fabric.analyse(basis.sound, invalid), memory.analyse(basis.records, basis.runs)
+    tested = nodes.analyse(basis.sound, baseline)
+    return replace(
+        report,
         measurements=(
-            *(m for cell in cells for m in cell.measurements),
-            *(point.efficiency for point in grown.points),
-            *(m for load in measurements.reliable_loads(sound) for m in measurements.measure(load)),
+            *report.measurements,
+            *(m for load in measurements.reliable_loads(basis.sound) for m in measurements.measure(load)),
             *network.measurements,
             *memory_found.measurements,
-            *peaks,
+            *basis.peaks,
         ),
-        certificates=tuple(certificates.values()),
-        comparisons=tuple(c for each in everything for c in each.comparisons),
-        recommendations=tuple(recommend.recommend(everything, runs)),
-        scaling=grown.points,
         collectives=network.rows,
         fits=network.fits,
         overlaps=network.overlaps,
         suspects=network.suspects,
         pairs=network.pairs,
-        explanations=scaling.explain(grown.points, cells, network.fits, sound),
-        layouts=layouts.analyse(sound),
-        compilations=compilation.analyse(everything),
-        tradeoffs=tradeoffs.analyse(
-            cells, {run for run, each in certificates.items() if each.unstable_from is not None}
-        ),
-        routings=routing.analyse(sound),
-        checkpoints=checkpoints.analyse(cells),
+        explanations=scaling.explain(report.scaling, basis.cells, network.fits, basis.sound),
         memory=memory_found.rows,
         frontier=memory_found.frontier,
-        memory_advice=memory.all_advice(ordered),
-        histories=history.analyse(
-            (*before.windows, *trusted), asked=(*before.asked, *(record for record in sound if record.requests))
-        ),
-        bottlenecks=bottleneck.judge(cells, sound, peaks),
-        effects=effects.analyse(cells, ordered, runs),
-        rules_of_thumb=rules_of_thumb.rules(sound),
-        predictions=predicted.beside(predictions, sound),
-        distributions={cell.id: _distribution(cell) for cell in cells},
-        recipes=recipes(ordered, {cell: recipe for part in parts for cell, recipe in part.recipes.items()}),
-        notes=(
-            *_notes(cells, runs, _machines(ordered)),
-            *_proof_notes(ordered, certificates),
-            *_reused_notes(ordered),
-            *replaced_note,
-            *network.notes,
-            *tested.notes,
-        ),
-        nodes=training.of_nodes(tested.verdicts, costing or training.Costing()),
-        skipped=tuple(skipped),
-        time_spent=time_spent.analyse(ordered, windows),
+        nodes=training.of_nodes(tested.verdicts, costing),
+        notes=(*report.notes, *network.notes, *tested.notes),
     )
-    costing = costing or training.Costing()
-    report = gauge_summary.added_to(_with_served(report, sound, costing), sound, windows)
-    # What depends on the findings above: costs and what they decide, and claims.
+
+
+def _with_costs(report: Report, basis: _Basis, costing: Costing) -> Report:
+    """The report with what depends on other findings: costs and what they decide, and claims."""
     report = replace(report, recommendations=recommend.beside_designs(report.recommendations, report.effects))
-    report = training.added_to(verdicts.added_to(report, ordered), cells, costing)
+    report = training.added_to(verdicts.added_to(report, basis.records), basis.cells, costing)
     report = replace(report, recommendations=(*report.recommendations, *recommend.by_cost(report)))
-    report = replace(report, loadgen=mlperf_verdict.verdicts(ordered))
-    return curves.added_to(claims.added_to(report, ordered), ordered)
+    report = replace(report, loadgen=mlperf_verdict.verdicts(basis.records))
+    return curves.added_to(claims.added_to(report, basis.records), basis.records)
 
 
 # --- one run ---
@@ -357,8 +408,8 @@ def _beyond_context(spec: RunSpec) -> str | None:
     return None
 
 
-def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
-    measured = [run for run in runs if not run.proves_only]
+def _notes(basis: _Basis, machines: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells, measured = basis.cells, [run for run in basis.runs if not run.proves_only]
     notes = []
     evidence = [(c, c.windows[0].record.evidence) for c in cells]
     if shapes := sorted(
@@ -394,7 +445,7 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         drift |= {path: f"{path} was {a}, then {b}" for path, (a, b) in changed if not path.startswith("environment.")}
     if drift:
         notes.append(f"a host changed during the campaign, which may affect its runs: {'; '.join(drift.values())}")
-    return notes
+    return [*notes, *_proof_notes(basis.records, basis.certificates), *_reused_notes(basis.records)]
 
 
 def _proof_notes(records: Sequence[RunRecord], certificates: Mapping[str, Certificate]) -> list[str]:
@@ -430,6 +481,15 @@ def _reused_notes(records: Sequence[RunRecord]) -> list[str]:
                 f"class of machine (--no-cache computes {noun}s again)"
             )
     return notes
+
+
+def _replaced_notes(earlier: Sequence[RunRecord]) -> list[str]:
+    """How many launches were replaced by newer ones."""
+    replaced = sum(not record.proves_only for record in earlier)
+    if not replaced:
+        return []
+    many = f"{replaced} launches were" if replaced > 1 else "1 launch was"
+    return [f"{many} replaced by newer or successful ones of the same runs and count only in histories"]
 
 
 def _with_served(report: Report, records: Sequence[RunRecord], costing: Costing) -> Report:

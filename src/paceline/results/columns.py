@@ -14,8 +14,10 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ _SAMPLES = re.compile(r"samples-.*\.jsonl")
 _MAGIC = b"\x93NUMPY\x01\x00"
 _ALIGNMENT = 64
 _NAMES = {"i": "<i4", "q": "<i8", "Q": "<u8", "d": "<f8"}
-_LARGE = 10_000
 _CODES = {name: code for code, name in _NAMES.items()}
 
 
@@ -86,10 +87,9 @@ def read(run_dir: Path, seal: Mapping[str, Any], content: bytes | None = None) -
     if FILE not in files or seal.get(SOURCE) != source(files) or sys.byteorder != "little":
         return None
     try:
-        columns = _parsed((run_dir / FILE).read_bytes() if content is None else content)
+        columns, ranges = _parsed((run_dir / FILE).read_bytes() if content is None else content)
     except (OSError, ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, struct.error) as error:
         raise damaged(run_dir, f"{FILE} cannot be read ({str(error)[:100]})") from None
-    ranges = _ranges(columns)
     # One list for all fields without values: it is as long as the run has steps.
     absent: list[None] = [None] * len(next(iter(columns.values())))
     rules = step_rules()
@@ -101,24 +101,12 @@ def read(run_dir: Path, seal: Mapping[str, Any], content: bytes | None = None) -
     return StepSeries.from_columns(columns)
 
 
-def _ranges(columns: Mapping[str, Column]) -> dict[str, tuple[float, float]]:
-    """The smallest and the largest value of each column."""
-    # Not at the top: ranks and agents check what they read, too, and start without it.
-    import numpy as np
-
-    found: dict[str, tuple[float, float]] = {}
-    for code in _NAMES:
-        names = [name for name, column in columns.items() if isinstance(column, array) and column.typecode == code]
-        # All of one type at once, which takes a third of the time; large ones one by one, because they are copied.
-        is_small = bool(names) and len(columns[names[0]]) < _LARGE
-        for some in [names] if is_small else [[name] for name in names]:
-            values = np.array([columns[name] for name in some])
-            found |= zip(some, zip(values.min(axis=1).tolist(), values.max(axis=1).tolist(), strict=True), strict=True)
-    return found
+Ranges = dict[str, tuple[float, float]]
 
 
-def _parsed(raw: bytes) -> dict[str, Column]:
-    """The arrays of the file; ValueError if it is not as `write` writes it."""
+def _parsed(raw: bytes) -> tuple[dict[str, Column], Ranges]:
+    """The arrays of the file, and the smallest and the largest value of each; ValueError if it is not as `write` writes
+    it."""
     start = len(_MAGIC) + 2
     (size,) = struct.unpack_from("<H", raw, len(_MAGIC))
     if raw[: len(_MAGIC)] != _MAGIC:
@@ -137,7 +125,22 @@ def _parsed(raw: bytes) -> dict[str, Column]:
         columns[name], position = column, end
     if position != len(raw):
         raise ValueError(f"{len(raw) - position} bytes too many")
-    return columns
+    return columns, _ranges(raw, start + size, fields)
+
+
+def _ranges(raw: bytes, position: int, fields: Sequence[tuple[str, str, tuple[int]]]) -> Ranges:
+    """The smallest and the largest value of each field; the first begins at this position."""
+    # Not at the top: ranks and agents check what they read, too, and start without it.
+    import numpy as np
+
+    found: Ranges = {}
+    # Neighbours of one type are one array: a call of NumPy takes longer than a few hundred numbers.
+    for kind, group in groupby(fields, itemgetter(1)):
+        names, (length, *_) = zip(*((name, length) for name, _, (length,) in group), strict=True)
+        values = np.frombuffer(raw, kind, len(names) * length, position).reshape(len(names), length)
+        found |= zip(names, zip(values.min(axis=1).tolist(), values.max(axis=1).tolist(), strict=True), strict=True)
+        position += values.nbytes
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ Records and specs pass through here when they are read, so no table, page or plo
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -24,6 +25,16 @@ def document(parsed: Any, source: str) -> Any:
     """A parsed JSON document with safe texts; ValueError if it is nested too deeply."""
     shallow = source.count("[") + source.count("{") < DEEPEST
     return parsed if shallow and is_plain(source) else value(parsed)
+
+
+def fast_loads(source: str) -> Any:
+    """As `json.loads`, in half the time; worth its import where many documents are read."""
+    from pydantic_core import from_json
+
+    try:
+        return from_json(source)
+    except ValueError:
+        return json.loads(source)  # accepts more, such as NaN, and says what is wrong
 
 
 def is_plain(source: str) -> bool:

@@ -18,7 +18,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -32,7 +33,7 @@ _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
 _GROWING = re.compile(r".*\.txt")
 _CHUNK = 1 << 20
 # The files of a run that is this large are checked by several threads.
-_THREADED_FROM_BYTES, _THREADS = 1 << 27, 2
+_THREADED_FROM_BYTES, _THREADS, _AT_ONCE = 1 << 27, 2, 64
 # Times of files are not finer than this: a file that changed so recently may change again without a trace in them.
 _SETTLED_NS = 2 * 10**9
 
@@ -145,9 +146,14 @@ def _check(run_dir: Path, body: Mapping[str, Any], keep: Keep | None, kept: re.P
     # Not at the top: few runs are large.
     from concurrent.futures import ThreadPoolExecutor
 
+    def states_of(names: Sequence[str]) -> list[State]:
+        return list(map(state_of, names))
+
     # Reading and hashing do not hold the interpreter's lock. The first damaged file in the order of the seal is named.
+    names = list(files)
+    parts = [names[first : first + _AT_ONCE] for first in range(0, len(names), _AT_ONCE)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(files, pool.map(state_of, files), strict=True))
+        return dict(zip(names, chain.from_iterable(pool.map(states_of, parts)), strict=True))
 
 
 def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> State:
@@ -164,7 +170,6 @@ def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> S
             if facts.st_size < wanted or (facts.st_size > wanted and not _GROWING.fullmatch(name)):
                 raise damaged(run_dir, f"{name}: got {facts.st_size} bytes, expected {wanted}")
             if keep:
-                # All of what is kept: the file may have grown since its size was looked at.
                 content = _whole(descriptor, wanted)
                 intact = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} == entry
             else:
@@ -185,9 +190,10 @@ def _check_file(run_dir: Path, name: str, entry: object, keep: Keep | None) -> S
 
 def _whole(descriptor: int, size: int) -> bytes:
     """The content of a file that should have this size, to its end."""
+    # One byte more: the file may have grown since its size was looked at.
     content = os.read(descriptor, size + 1)
     # On network file systems a read may be short before the end.
-    while len(content) <= size and (more := os.read(descriptor, size + 1)):
+    while len(content) < size and (more := os.read(descriptor, size + 1 - len(content))):
         content += more
     return content
 

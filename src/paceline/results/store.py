@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
@@ -268,10 +269,11 @@ def read_run(run_dir: Path) -> RunRecord:
     seal = sealing.read(run_dir, keep, sealing.READ if has_columns else _DOCUMENTS)
     steps = columns.read(run_dir, seal, kept.pop(columns.FILE, None))
     record = _assemble(run_dir, _end_of(run_dir, seal), seal["files"], steps, kept)
-    name = run_dir.resolve().name
-    # Characters that were made safe to print count as they are.
-    if record.spec.run_id != name and spec_of((run_dir / "spec.json").read_text(encoding="utf-8")).run_id != name:
-        raise damaged(run_dir, f"the directory is not named {record.spec.run_id!r}, as its spec.json says")
+    if run_dir.name != record.spec.run_id or run_dir.is_symlink():
+        name = run_dir.resolve().name
+        # Characters that were made safe to print count as they are.
+        if record.spec.run_id != name and spec_of((run_dir / "spec.json").read_text(encoding="utf-8")).run_id != name:
+            raise damaged(run_dir, f"the directory is not named {record.spec.run_id!r}, as its spec.json says")
     return record
 
 
@@ -409,7 +411,8 @@ def read_json(path: Path, content: bytes | None = None) -> dict[str, Any]:
     """A JSON object whose texts are safe to print. content: of the file, if it was read already."""
     try:
         text = (document_of(path) if content is None else content).decode()
-        value = safe_text.document(json.loads(text), text)
+        # A rank or a command that reads one document starts without the fast parser.
+        value = safe_text.document(json.loads(text) if content is None else safe_text.fast_loads(text), text)
     except FileNotFoundError:
         raise damaged(path.parent, f"{path.name} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -427,10 +430,11 @@ def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
 def _outcomes(
     run_dir: Path, names: Iterable[str], kept: Mapping[str, bytes] = MappingProxyType({})
 ) -> tuple[Outcome, ...]:
-    raws = {path: read_json(path, kept.get(path.name)) for path in map(run_dir.joinpath, names)}
+    raws = {name: read_json(run_dir / name, kept.get(name)) for name in names}
     # All at once is faster; one by one names the file that does not fit.
     known = rule_of(Outcome).fits(list(raws.values()))
-    return tuple(sorted((_outcome(path, raw, known) for path, raw in raws.items()), key=lambda o: o.rank))
+    outcomes = [_outcome(run_dir, name, raw, known) for name, raw in raws.items()]
+    return tuple(sorted(outcomes, key=attrgetter("rank")))
 
 
 def reported_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
@@ -470,16 +474,16 @@ _MOST_TEXT = 65_536
 
 
 def _read_outcome(path: Path) -> Outcome:
-    return _outcome(path, read_json(path))
+    return _outcome(path.parent, path.name, read_json(path))
 
 
-def _outcome(path: Path, raw: dict[str, Any], is_checked: bool = False) -> Outcome:
-    with _naming(path.parent, path.name):
+def _outcome(run_dir: Path, name: str, raw: dict[str, Any], is_checked: bool = False) -> Outcome:
+    with _naming(run_dir, name):
         evidence = (raw if is_checked else _checked(raw, rule_of(Outcome))).pop("evidence", None)
         error = raw["error"] and redaction.clean_text(raw["error"][:_MOST_TEXT])
         own = {**raw, "status": Status(raw["status"]), "error": error}
         outcome = Outcome(**own, evidence=Evidence(**evidence) if evidence else None)
-        if str(outcome.rank) != path.stem.removeprefix("outcome-"):
+        if name != f"outcome-{outcome.rank}.json":
             raise ValueError(f"rank: got {outcome.rank}, expected the number in the file's name")
         if outcome.pid >= 1 << 32:
             raise ValueError("a process id that cannot be")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from paceline.host.machine import Gpu, Machine
@@ -96,6 +97,8 @@ class Rule:
         if self.items is not None and not self.items.fits([*chain.from_iterable(m.values() for m in mappings)]):
             return False
         fields = self.fields or {}
+        if not self.is_open and (columns := _columns_of(mappings, fields)) is not None:
+            return all(rule.fits(column) for rule, column in zip(fields.values(), columns, strict=True))
         if not all(self.needed <= m.keys() and (self.is_open or m.keys() <= fields.keys()) for m in mappings):
             return False
         return all(rule.fits([m[key] for m in mappings if key in m]) for key, rule in fields.items())
@@ -132,6 +135,16 @@ class Rule:
 
     def or_null(self) -> Rule:
         return dataclasses.replace(self, types=self.types | {type(None)})
+
+
+def _columns_of(mappings: Sequence[dict[str, Any]], names: Collection[str]) -> list[tuple[Any, ...]] | None:
+    """The values of each name, if every mapping has all names and no other; None otherwise."""
+    if len(names) < 2 or any(len(mapping) != len(names) for mapping in mappings):
+        return None
+    try:
+        return list(zip(*map(itemgetter(*names), mappings), strict=True))
+    except KeyError:
+        return None
 
 
 def _short(value: Any) -> str:

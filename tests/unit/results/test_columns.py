@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def test_columns_are_read_instead_of_the_lines(run_dir: Path, monkeypatch: pytes
     assert list(record.steps) == list(expected.steps)
     assert len(record.steps) == 2 * record.spec.steps
     assert record.memory == expected.memory == (MEMORY,)
+
+
+def test_a_series_is_handed_over_without_what_was_derived(run_dir: Path) -> None:
+    steps = store.read_run(run_dir).steps
+    assert isinstance(steps, samples.StepSeries)
+    steps.derived["large",] = [0] * 1000
+    received = pickle.loads(pickle.dumps(steps))  # noqa: S301 (ours)
+    assert received == steps
+    assert received.derived == {}
 
 
 def test_numpy_reads_the_file(run_dir: Path) -> None:

@@ -170,27 +170,37 @@ def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAM
     """As many launches as there are, drawn with replacement; a row of totals is one launch."""
     # Count how often each is drawn, so equal draws give equal sums to the last digit.
     drawn = rng.multinomial(len(totals), np.full(len(totals), 1 / len(totals)), size=resamples)
-    # Not a matrix product: that spreads one NaN over all columns, and its last digit depends on the machine.
-    sums = np.zeros((resamples, totals.shape[1]))
-    for times, row in zip(drawn.T, totals, strict=True):
-        sums += times[:, None] * row
-    return sums
+    # Not a matrix product: that spreads one NaN over all columns, and its last digit depends on the machine. Columns of
+    # the result are contiguous: NumPy then adds several of their numbers at once.
+    known = np.flatnonzero(~np.isnan(totals).any(axis=0))
+    sums = np.zeros((len(known), resamples))
+    for times, row in zip(drawn.T.astype(np.float64), totals[:, known], strict=True):
+        sums += row[:, None] * times
+    redrawn = np.full((totals.shape[1], resamples), math.nan)
+    redrawn[known] = sums
+    return redrawn.T
 
 
-def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denominator: int) -> Resampled | None:
+def column_totals(launches: Sequence[Array]) -> Array:
+    """The sum of each column over all steps of all launches."""
+    # A column of a launch is contiguous, so that NumPy adds it as it would add the column alone: in pairs.
+    return np.asarray(sum(np.ascontiguousarray(rows.T).sum(axis=1) for rows in launches))
+
+
+def ratio_of_sums(
+    launches: Sequence[Array], sums: Array, numerator: int, denominator: int, totals: Array | None = None
+) -> Resampled | None:
     """sum(numerator) / sum(denominator) over all steps of all launches; None if a value is missing (NaN). sums are
-    those of `resample_sums`.
+    those of `resample_sums`, totals those of `column_totals`, if they are known.
 
     >>> steps = [np.array([[10.0, 1.0], [20.0, 2.0], [30.0, 3.0], [40.0, 4.0]])]  # tokens, seconds
     >>> rate = ratio_of_sums(steps, resample_sums(steps, seed=0), 0, 1)
     >>> rate.value, rate.interval
     (10.0, (10.0, 10.0))
     """
-    top = float(sum(rows[:, numerator].sum() for rows in launches))
-    if not math.isfinite(top):
-        return None
-    bottom = float(sum(rows[:, denominator].sum() for rows in launches))
-    if not any(map(len, launches)) or not math.isfinite(bottom) or bottom <= 0:
+    totals = column_totals(launches) if totals is None else totals
+    top, bottom = float(totals[numerator]), float(totals[denominator])
+    if not any(map(len, launches)) or not math.isfinite(top) or not math.isfinite(bottom) or bottom <= 0:
         return None
     return from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], unit_count(launches), len(launches))
 
@@ -437,7 +447,13 @@ def percentile(values: Sequence[float] | Array, q: float) -> float | None:
     """
     if len(values) * min(q, 100 - q) < 100:
         return None
-    return float(np.percentile(np.asarray(values, dtype=np.float64), q))
+    # As numpy.percentile, faster for a few hundred values.
+    ascending = np.sort(np.asarray(values, dtype=np.float64))
+    place = (len(ascending) - 1) * (q / 100)
+    share, below = math.modf(place)
+    low, high = ascending[int(below) : int(below) + 2].tolist()
+    found = high - (high - low) * (1 - share) if share >= 0.5 else low + (high - low) * share
+    return math.nan if math.isnan(ascending[-1]) else found
 
 
 # --- warm-up ---

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from paceline.analysis.findings import DeviceGauges, GaugeTrace, Report
 from paceline.analysis.grouping import grouped
-from paceline.analysis.statistics import intervals
 from paceline.analysis.training import gauges
 from paceline.analysis.training.gauges import Source, known, slowing
 from paceline.analysis.training.window import Window
@@ -88,21 +88,23 @@ def states(found: Iterable[Watched]) -> tuple[DeviceGauges, ...]:
 
 def _state(ours: Sequence[Watched]) -> DeviceGauges:
     samples = [sample for one in ours for sample in one.measured]
-    reported = [sample for sample in samples if sample.throttle_reasons is not None]
-    slowed = [slowing(sample) for sample in reported]
+    power_w, temperatures_c, clocks_hz = (
+        known(map(read, samples)) for read in (attrgetter("power_w"), attrgetter("temperature_c"), clock)
+    )
+    slowed = [slowing(sample) for sample in samples if sample.throttle_reasons is not None]
     return DeviceGauges(
         host=ours[0].source.host,
         device=ours[0].source.device,
         readings=len(samples),
-        busy_median_ratio=_median(map(busy, samples)),
+        busy_median_ratio=_median(known(map(busy, samples))),
         memory_max_bytes=max(known(s.memory_used_bytes for s in samples), default=None),
-        power_median_w=_median(s.power_w for s in samples),
-        power_max_w=max(known(s.power_w for s in samples), default=None),
-        temperature_median_c=_median(s.temperature_c for s in samples),
-        temperature_max_c=max(known(s.temperature_c for s in samples), default=None),
-        clock_min_hz=min(known(map(clock, samples)), default=None),
-        clock_median_hz=_median(map(clock, samples)),
-        throttled_ratio=sum(map(bool, slowed)) / len(reported) if reported else None,
+        power_median_w=_median(power_w),
+        power_max_w=max(power_w, default=None),
+        temperature_median_c=_median(temperatures_c),
+        temperature_max_c=max(temperatures_c, default=None),
+        clock_min_hz=min(clocks_hz, default=None),
+        clock_median_hz=_median(clocks_hz),
+        throttled_ratio=sum(map(bool, slowed)) / len(slowed) if slowed else None,
         throttle_reasons=tuple(dict.fromkeys(reason for reasons in slowed for reason in reasons)),
         runs=tuple(dict.fromkeys(one.record.spec.run_id for one in ours)),
     )
@@ -116,9 +118,10 @@ def clock(sample: GaugeSample) -> float | None:
     return sample.frequency_hz if sample.device is None else sample.sm_clock_hz
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    found = known(values)
-    return intervals.median(np.array(found)) if found else None
+def _median(values: Sequence[float]) -> float | None:
+    # Not NumPy's: a device has a few readings in a run.
+    found = sorted(values)
+    return (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2 if found else None
 
 
 # --- traces ---

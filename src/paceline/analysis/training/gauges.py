@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_not
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class Timeline(NamedTuple):
     between them.
     """
 
-    steps: tuple[int, ...]
+    steps: NDArray[Any]
     begins: Array
     ends: Array
 
@@ -92,8 +92,8 @@ def _of_rank(series: StepSeries, samples: tuple[Ranked, ...], rank: int) -> list
     return by_rank.get(rank, [])
 
 
-def _kept(series: StepSeries, samples: tuple[object, ...], compute: Callable[[], Kept]) -> Kept:
-    """What was computed from other samples of the run, kept with the series of its steps."""
+def _kept(series: StepSeries, samples: Sequence[object], compute: Callable[[], Kept]) -> Kept:
+    """What was computed from other samples of the run, or from the numbers of steps, kept with the series."""
     key = "other samples", id(samples)
     # With the samples themselves: a record with others has another index.
     if key not in series.derived or series.derived[key][0] is not samples:
@@ -105,12 +105,7 @@ def _kept(series: StepSeries, samples: tuple[object, ...], compute: Callable[[],
 def timeline(record: RunRecord, rank: int) -> Timeline | None:
     """Steps by wall clock; None if the rank did not record the start of its window, or has no step."""
     series = StepSeries.of(record.steps)
-    own = _rows_of_ranks(series).get(rank)
-    # Steps at which a kept attempt began, and when; records without restarts know only the first.
-    own_starts = sorted(_of_rank(series, record.starts, rank), key=lambda s: s.attempt)
-    starts = [(s.step, s.at_s) for s in own_starts]
-    began = next((o.evidence.window_began_at_s for o in _of_rank(series, record.outcomes, rank) if o.evidence), None)
-    anchors = kept_starts(starts) if starts else [] if began is None else [(0, began)]
+    own, anchors = _rows_of_ranks(series).get(rank), _anchors(record, rank)
     if not anchors or own is None:
         return None
     steps = np.asarray(series.column("step"))[own]
@@ -126,7 +121,20 @@ def timeline(record: RunRecord, rank: int) -> Timeline | None:
             shift = at_s - begins[first]
             begins[first:] += shift
             ends[first:] += shift
-    return Timeline(tuple(steps.tolist()), begins, ends)
+    return Timeline(steps, begins, ends)
+
+
+def _anchors(record: RunRecord, rank: int) -> list[tuple[int, float]]:
+    """Steps at which a kept attempt began, and when; records without restarts know only the first."""
+    series = StepSeries.of(record.steps)
+    own_starts = sorted(_of_rank(series, record.starts, rank), key=lambda s: s.attempt)
+    starts = [(s.step, s.at_s) for s in own_starts]
+    began = next((o.evidence.window_began_at_s for o in _of_rank(series, record.outcomes, rank) if o.evidence), None)
+    return kept_starts(starts) if starts else [] if began is None else [(0, began)]
+
+
+def _has_timeline(record: RunRecord, rank: int) -> bool:
+    return bool(_anchors(record, rank)) and rank in _rows_of_ranks(StepSeries.of(record.steps))
 
 
 def stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tuple[float, float]] | None:
@@ -146,8 +154,8 @@ def _stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tu
     line = timeline(record, rank)
     if line is None or not measured or measured[0] not in line.steps or measured[-1] not in line.steps:
         return None
-    wanted = set(measured)
-    inside = np.array([row for row, step in enumerate(line.steps) if step in wanted])
+    wanted = _kept(StepSeries.of(record.steps), measured, lambda: np.array(measured))
+    inside = np.flatnonzero(np.isin(line.steps, wanted))
     begins, ends = line.begins[inside], line.ends[inside]
     # Consecutive steps touch, up to rounding of large timestamps.
     breaks = np.flatnonzero(begins[1:] - ends[:-1] > 1e-5)
@@ -174,14 +182,19 @@ def spoken_for(samples: Sequence[GaugeSample]) -> tuple[Array, Array]:
 
 def slowing(sample: GaugeSample) -> tuple[str, ...]:
     """The reasons of the driver that reduce speed; an idle GPU or a clock set by a user is none."""
-    return tuple(reason for reason in sample.throttle_reasons or () if reason in SLOWING_REASONS)
+    if not sample.throttle_reasons:
+        return ()
+    return tuple(reason for reason in sample.throttle_reasons if reason in SLOWING_REASONS)
 
 
 def throttled_spans(samples: Sequence[GaugeSample]) -> list[tuple[float, float]]:
     """Start and end of every interval of throttled samples."""
+    slowed = [i for i, sample in enumerate(samples) if slowing(sample)]
+    if not slowed:
+        return []
     begins, ends = spoken_for(samples)
     found: list[tuple[float, float]] = []
-    for i in np.flatnonzero([bool(slowing(sample)) for sample in samples]).tolist():
+    for i in slowed:
         begin, end = float(begins[i]), float(ends[i])
         # Neighbours touch half way, up to rounding of large timestamps.
         joined = bool(found) and begin <= found[-1][1] + 1e-6
@@ -196,12 +209,12 @@ def throttling(record: RunRecord, measured: Sequence[int]) -> Throttling | None:
     reported = False
     for source, samples in sources(record).items():
         known = [sample for sample in samples if sample.throttle_reasons is not None]
-        when = timeline(record, source.rank) if known else None
-        if when is None:
+        if not known or not _has_timeline(record, source.rank):
             continue
         reported = True
         spans = throttled_spans(known)
-        if not spans:
+        when = timeline(record, source.rank) if spans else None
+        if when is None:
             continue
         # A step overlaps the first span that ends after it begins, if that begins before it ends.
         begins, ends = (np.array(side) for side in zip(*spans, strict=True))
@@ -209,7 +222,7 @@ def throttling(record: RunRecord, measured: Sequence[int]) -> Throttling | None:
         overlapping = (first < len(spans)) & (begins[np.minimum(first, len(spans) - 1)] < when.ends)
         wanted = overlapping & np.isin(when.steps, measured)
         if wanted.any():
-            tagged |= set(np.asarray(when.steps)[wanted].tolist())
+            tagged |= set(when.steps[wanted].tolist())
             low, high = when.begins[wanted].min(), when.ends[wanted].max()
             for sample, begin, end in zip(known, *spoken_for(known), strict=True):
                 if begin < high and end > low:

@@ -61,6 +61,14 @@ class Cell:
         return intervals.resample_sums([w.steps for w in self.windows], intervals.seed_of(self.id, "steps"))
 
     @cached_property
+    def step_totals(self) -> Array:
+        return intervals.column_totals([w.steps for w in self.windows])
+
+    @cached_property
+    def launch_totals(self) -> Array:
+        return intervals.column_totals([w.launch for w in self.windows])
+
+    @cached_property
     def launch_sums(self) -> Array:
         return intervals.resample_sums([w.launch for w in self.windows], intervals.seed_of(self.id, "launches"))
 
@@ -102,7 +110,9 @@ class Cell:
         key = "steps", numerator, denominator
         if key not in self._ratios:
             columns = STEP_COLUMNS.index(numerator), STEP_COLUMNS.index(denominator)
-            self._ratios[key] = intervals.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
+            self._ratios[key] = intervals.ratio_of_sums(
+                [w.steps for w in self.windows], self.step_sums, *columns, self.step_totals
+            )
         return self._ratios[key]
 
     def mean(self, column: str, denominator: str = "launches") -> Resampled | None:
@@ -110,7 +120,9 @@ class Cell:
         key = "launches", column, denominator
         if key not in self._ratios:
             columns = LAUNCH_COLUMNS.index(column), LAUNCH_COLUMNS.index(denominator)
-            self._ratios[key] = intervals.ratio_of_sums([w.launch for w in self.windows], self.launch_sums, *columns)
+            self._ratios[key] = intervals.ratio_of_sums(
+                [w.launch for w in self.windows], self.launch_sums, *columns, self.launch_totals
+            )
         return self._ratios[key]
 
     @cached_property

@@ -66,64 +66,70 @@ class Window:
 class StepTable:
     """Step samples of every rank, ordered by step and within a step as recorded.
 
-    Row `order[i]` of the series is the i-th; those of step `steps[k]` are rows bounds[k] to bounds[k + 1].
+    Rows bounds[k] to bounds[k + 1] are those of step `steps[k]`. order: the row of the series of each row; None if the
+    series has all steps of one rank after those of another. Formulas take lanes: a row for each place within a step,
+    usually a rank, and a column for each step.
     """
 
     series: StepSeries
-    order: NDArray[np.intp]
     steps: tuple[int, ...]
     bounds: tuple[int, ...]
+    order: NDArray[np.intp] | None
 
     @cached_property
-    def width(self) -> int | None:
-        """The number of rows of each step, if all have as many."""
-        counts = np.diff(self.bounds)
-        return int(counts[0]) if len(counts) and counts.min() == counts.max() else None
+    def rows(self) -> NDArray[np.intp]:
+        """The row of the series of each row."""
+        if self.order is None:
+            return np.arange(len(self.series)).reshape(self.shape).T.ravel()
+        return self.order
 
     @cached_property
-    def starts(self) -> NDArray[np.intp]:
-        """The first row of each step."""
-        return np.asarray(self.bounds[:-1], dtype=np.intp)
+    def shape(self) -> tuple[int, int]:
+        """That of lanes."""
+        return int(np.diff(self.bounds).max(initial=0)), len(self.steps)
 
-    def largest(self, values: Array) -> Array:
-        """The largest of the rows of each step, by column."""
-        if self.width:
-            return np.asarray(values.reshape(-1, self.width, *values.shape[1:]).max(axis=1))
-        return np.asarray(np.maximum.reduceat(values, self.starts))
+    @cached_property
+    def absent(self) -> NDArray[np.bool_] | None:
+        """The places of lanes that a step does not have; None if all steps have as many."""
+        if self.order is None:
+            return None
+        missing = np.arange(self.shape[0])[:, None] >= np.diff(self.bounds)
+        return missing if missing.any() else None
+
+    def lanes(self, column: NDArray[Any]) -> NDArray[Any]:
+        """A column of the series as lanes; absent places are 0."""
+        if self.order is None:
+            return column.reshape(self.shape)
+        if self.absent is None:
+            return np.ascontiguousarray(column[self.order].reshape(self.shape[::-1]).T)
+        lanes = np.zeros(self.shape[::-1], column.dtype)
+        lanes[~self.absent.T] = column[self.order]
+        return np.ascontiguousarray(lanes.T)
 
     def numbers(self, field: str) -> Array:
-        """One value per row; missing is NaN."""
+        """The lanes of a field; missing is NaN."""
         column = self.series.column(field)
         if isinstance(column, list) and column.count(None) == len(column):
-            return np.full(len(self.order), math.nan)
-        return np.asarray(column, dtype=np.float64)[self.order]
-
-    def values(self, field: str) -> list[Any]:
-        """One value per row, as recorded."""
-        column = self.series.column(field)
-        if isinstance(column, array):
-            found: list[Any] = np.asarray(column)[self.order].tolist()
-            return found
-        return [column[row] for row in self.order.tolist()]
+            return np.broadcast_to(math.nan, self.shape)
+        return self.lanes(np.asarray(column, dtype=np.float64))
 
     def whole_numbers(self, field: str) -> NDArray[Any]:
-        """One whole number per row, exact: those beyond 63 bits as Python's own."""
+        """The lanes of a field with whole numbers, exact: those beyond 63 bits as Python's own."""
         column = self.series.column(field)
         exact = isinstance(column, array) and column.typecode != "Q"
-        return np.asarray(column, dtype=np.int64 if exact else object)[self.order]
+        return self.lanes(np.asarray(column, dtype=np.int64 if exact else object))
 
-    def totals(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The sum over the rows of each step, added one after the other: NumPy and newer versions of Python add floats
-        in other orders, which changes the last digit."""
-        if not self.steps:
-            return values[:0]
-        if self.width:
-            rows = values.reshape(-1, self.width)
-        else:
-            counts = np.diff(self.bounds)
-            rows = np.zeros((len(counts), counts.max()), values.dtype)
-            rows[np.arange(counts.max()) < counts[:, None]] = values
-        return np.asarray(np.cumsum(rows, axis=1)[:, -1])
+    def largest(self, lanes: Array) -> Array:
+        """The largest number of each step."""
+        return np.asarray((lanes if self.absent is None else np.where(self.absent, -math.inf, lanes)).max(axis=0))
+
+    def totals(self, lanes: NDArray[Any]) -> NDArray[Any]:
+        """The sum of each step, added one after the other: NumPy and newer versions of Python add floats in other
+        orders, which changes the last digit."""
+        total = np.zeros(lanes.shape[1], lanes.dtype)
+        for lane in lanes:
+            total += lane
+        return total
 
     @cached_property
     def losses(self) -> Array:
@@ -138,12 +144,20 @@ class StepTable:
             total = self.totals(learned)
             return np.where(total == 0, math.nan, self.totals(self.numbers("loss") * learned) / total)
 
+    def values(self, field: str) -> list[Any]:
+        """One value per row, as recorded."""
+        column = self.series.column(field)
+        if isinstance(column, array):
+            found: list[Any] = np.asarray(column)[self.rows].tolist()
+            return found
+        return [column[row] for row in self.rows.tolist()]
+
     def counts(self, field: str) -> dict[Any, int]:
         """How many rows have each value."""
         column = self.series.column(field)
         if not isinstance(column, array):
             return Counter(self.values(field))
-        known = np.asarray(column)[self.order]
+        known = np.asarray(column) if self.order is None else np.asarray(column)[self.order]
         if len(known) and (least := known.min()) == known.max():
             return {least.item(): len(known)}
         if known.dtype.kind == "i" and len(known) and least >= 0 and known.max() < len(known):
@@ -161,7 +175,7 @@ class StepTable:
         """What the ranks recorded at one step."""
         column = self.series.column(field)
         index = bisect_left(self.steps, step)
-        return [column[row] for row in self.order[self.bounds[index] : self.bounds[index + 1]].tolist()]
+        return [column[row] for row in self.rows[self.bounds[index] : self.bounds[index + 1]].tolist()]
 
 
 def step_table(record: RunRecord, variant: int = 0) -> StepTable:
@@ -175,12 +189,24 @@ def step_table(record: RunRecord, variant: int = 0) -> StepTable:
 
 
 def _step_table(series: StepSeries, variant: int) -> StepTable:
-    rows = np.flatnonzero(np.asarray(series.column("variant")) == variant)
-    recorded = np.asarray(series.column("step"))[rows]
-    order = np.argsort(recorded, kind="stable")
-    ascending = recorded[order]
+    chosen, recorded = np.asarray(series.column("variant")) == variant, np.asarray(series.column("step"))
+    if chosen.all() and (steps := _of_each_rank(recorded)) is not None:
+        bounds = range(0, len(recorded) + 1, len(recorded) // len(steps))
+        return StepTable(series, tuple(steps.tolist()), tuple(bounds), None)
+    rows = np.flatnonzero(chosen)
+    order = np.argsort(recorded[rows], kind="stable")
+    ascending = recorded[rows][order]
     starts = np.flatnonzero(np.diff(ascending, prepend=ascending[:1] - 1))
-    return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
+    return StepTable(series, tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)), rows[order])
+
+
+def _of_each_rank(recorded: NDArray[Any]) -> NDArray[Any] | None:
+    """The steps, if the series has them in order, once for each rank; None otherwise."""
+    falls = np.flatnonzero(recorded[1:] <= recorded[:-1])
+    steps = recorded[: falls[0] + 1] if len(falls) else recorded
+    if not len(steps) or len(recorded) % len(steps):
+        return None
+    return steps if (recorded.reshape(-1, len(steps)) == steps).all() else None
 
 
 def first_and_last_loss(table: StepTable) -> tuple[float, float]:
@@ -246,24 +272,23 @@ def _step_rows(table: StepTable) -> Array:
     """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one missing value makes both NaN."""
     if not table.steps:
         return np.empty((0, len(STEP_COLUMNS) - 1))
-    raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, *AMOUNTS)])
-    slowest, total = table.largest(raw), np.add.reduceat(raw[:, -len(AMOUNTS) :], table.starts)
-    seconds, phases = slowest[:, :1], slowest[:, 1 : 1 + len(PHASES)]
-    padding = total[:, AMOUNTS.index("positions")] - total[:, AMOUNTS.index("tokens")]
-    return np.column_stack([seconds, np.ones(len(total)), total, padding, phases])
+    seconds, *phases = (table.largest(table.numbers(field)) for field in ("duration_s", *PHASES))
+    total = {field: table.totals(table.numbers(field)) for field in AMOUNTS}
+    padding = total["positions"] - total["tokens"]
+    return np.column_stack([seconds, np.ones(len(seconds)), *total.values(), padding, *phases])
 
 
 def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     """Step times of the rank with the longest window: they add up to wall time, unlike maxima over ranks."""
     ranks, seconds = table.whole_numbers("rank"), table.numbers("duration_s")
-    if table.width and chosen.any():
-        by_step = ranks.reshape(-1, table.width)
-        if (by_step == by_step[0]).all() and len(set(by_step[0].tolist())) == table.width:
-            own = seconds.reshape(-1, table.width)[chosen]
+    if table.absent is None and chosen.any():
+        places = ranks[:, 0]
+        if (places == ranks.T).all() and len(set(places.tolist())) == len(places):
+            own = np.ascontiguousarray(seconds[:, chosen].T)
             return own[:, np.argmax(own.sum(axis=0))]
     counts = np.diff(table.bounds)
     inside = np.repeat(chosen, counts)
-    ranks, seconds = ranks[inside], seconds[inside]
+    ranks, seconds = (np.array(table.values(field))[inside] for field in ("rank", "duration_s"))
     wall = np.full(int(chosen.sum()), math.nan)
     if not len(ranks):
         return wall

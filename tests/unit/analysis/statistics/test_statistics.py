@@ -139,6 +139,19 @@ class TestBootstrap:
         launch = columns([math.nan, 1.0, 1.0])
         assert ratio_of_sums([launch], resample_sums([launch], 0), 0, 1) is None
 
+    @pytest.mark.parametrize("lengths", [(1,), (7, 300), (1000,), (90, 0, 91)])
+    def test_a_total_is_the_sum_of_its_column_to_the_last_digit(self, lengths: tuple[int, ...]) -> None:
+        rng = np.random.default_rng(1)
+        launches = [rng.random((n, 5)) for n in lengths]
+        wanted = [float(sum(rows[:, column].sum() for rows in launches)) for column in range(5)]
+        assert intervals.column_totals(launches).tolist() == wanted
+
+    def test_a_column_that_one_launch_lacks_is_missing_and_no_other(self) -> None:
+        launches = [np.array([[1.0, math.nan, 3.0]]), np.array([[1.0, 2.0, 3.0]])]
+        sums = resample_sums(launches, 0)
+        assert np.isnan(sums[:, 1]).all()
+        assert (sums[:, [0, 2]] == [2.0, 6.0]).all()
+
     def test_zero_bytes_keep_a_value_of_zero(self) -> None:
         launch = columns([0.0] * 9)
         assert step_time([launch]).value == 0.0
@@ -308,6 +321,13 @@ class TestPercentile:
     def test_none_when_n_cannot_support_it(self, n: int, q: float) -> None:
         assert intervals.percentile([1.0] * n, q) is None
         assert intervals.percentile([1.0] * 100, q) == 1.0
+
+    @pytest.mark.parametrize("q", [1, 50, 90, 99])
+    def test_is_numpys_to_the_last_digit(self, q: float) -> None:
+        rng = np.random.default_rng(0)
+        for n in range(100, 700, 7):
+            values = rng.random(n)
+            assert intervals.percentile(values, q) == float(np.percentile(values, q))
 
 
 class TestWarmUp:

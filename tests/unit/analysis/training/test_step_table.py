@@ -33,6 +33,31 @@ def test_ranks_are_added_one_after_the_other_also_where_some_are_missing(
     assert table.totals(table.numbers("loss")).tolist() == [1e16, 0.1 + 0.2, 3.0]
 
 
+def test_the_order_in_which_steps_were_recorded_changes_no_formula(record_of: Builder, make_step: Builder) -> None:
+    """By rank, which needs no sorting, or by step; with the numbers of both ranks worked out by hand."""
+    by_rank = [
+        make_step(r, s, duration_s=1.0 + r + s, loss=2.0 + r, tokens=10 * (1 + r)) for r in (0, 1) for s in (0, 1)
+    ]
+    for steps in (by_rank, [by_rank[i] for i in (0, 2, 1, 3)], [by_rank[i] for i in (2, 3, 0, 1)]):
+        table = step_table(record_of(steps))
+        assert table.steps == (0, 1)
+        assert table.largest(table.numbers("duration_s")).tolist() == [2.0, 3.0]
+        assert table.totals(table.whole_numbers("tokens")).tolist() == [30, 30]
+        assert table.losses.tolist() == [pytest.approx((2 * 10 + 3 * 20) / 30)] * 2
+        assert [sorted(values) for values in table.by_step("duration_s")] == [[1.0, 2.0], [2.0, 3.0]]
+        assert sorted(table.at(1, "rank")) == [0, 1]
+    assert step_table(record_of(by_rank)).order is None
+
+
+def test_a_rank_that_lacks_a_step_is_in_no_maximum_of_it(record_of: Builder, make_step: Builder) -> None:
+    """Its place is neither 0 nor missing: norms of -1 stay the largest, and no deviation is infinite."""
+    steps = [make_step(0, 0, grad_norm=-1.0), make_step(0, 1, grad_norm=-1.0), make_step(1, 0, grad_norm=-3.0)]
+    record = record_of(steps)
+    table = step_table(record)
+    assert table.largest(table.numbers("grad_norm")).tolist() == [-1.0, -1.0]
+    assert worst_deviations(observe(record), {0: -1.0, 1: -2.0}, NORM) == {0: 2.0, 1: 0.5}
+
+
 def test_values_are_counted(record_of: Builder, make_step: Builder) -> None:
     steps = [make_step(r, s, micro_batches=2 + (s == 1 and r == 1), leader=r or None) for s in (1, 0) for r in (1, 0)]
     table = step_table(record_of(steps))

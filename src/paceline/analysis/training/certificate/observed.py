@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.statistics.intervals import Array
@@ -57,7 +56,7 @@ class Observed:
 
     @cached_property
     def norms(self) -> Array:
-        """The gradient norm of every rank at every step, as rows of the table; NaN if it is missing."""
+        """The gradient norm of every rank at every step, as lanes of the table; NaN if it is missing."""
         return self.table.numbers("grad_norm")
 
     @cached_property
@@ -73,21 +72,27 @@ class Observed:
 LOSS, NORM = "loss trajectory", "gradient norm"
 
 
-def compared_values(run: Observed, name: str) -> tuple[Array, NDArray[np.intp]]:
-    """The values of a quantity, and where those of each step begin: one loss, or the norm of each rank."""
-    if name == LOSS:
-        return run.table.losses, np.arange(len(run.losses))
-    return run.norms, run.table.starts
+def compared_values(run: Observed, name: str) -> Array:
+    """The values of a quantity as lanes: one loss for each step, or the norm of each rank."""
+    return run.table.losses[None] if name == LOSS else run.norms
+
+
+def first_values(run: Observed, name: str) -> list[float]:
+    """One value of a quantity for each step: the loss, or the norm of the first rank."""
+    values = compared_values(run, name)
+    return values[0].tolist() if len(values) else []
 
 
 def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
-    # Of ranks that work on the same samples, one counts.
-    counted = np.isnan(table.numbers("leader"))
     column = table.series.column("data_digest")
     # NumPy adds these modulo 2**64, as digests are.
-    own = np.asarray(column, dtype=np.uint64 if isinstance(column, array) else object)[table.order]
-    digests = [digest % 2**64 for digest in table.totals(np.where(counted, own, 0)).tolist()]
+    own = table.lanes(np.asarray(column, dtype=np.uint64 if isinstance(column, array) else object))
+    follows = ~np.isnan(table.numbers("leader"))
+    if follows.any():
+        # Of ranks that work on the same samples, one counts.
+        own = np.where(follows, 0, own)
+    digests = [digest % 2**64 for digest in table.totals(own).tolist()]
     return Observed(
         record.spec.run_id,
         record,
@@ -193,8 +198,7 @@ def _values_after(last: int, group: Sequence[Observed], name: str) -> dict[str, 
     rank."""
     found: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in group:
-        values, starts = compared_values(run, name)
-        for step, first in zip(run.steps, values[starts].tolist(), strict=True):
+        for step, first in zip(run.steps, first_values(run, name), strict=True):
             if step > last and math.isfinite(first):
                 found[run.spec.cell][step].append(first)
     return {cell: {s: statistics.median(v) for s, v in steps.items()} for cell, steps in found.items()}

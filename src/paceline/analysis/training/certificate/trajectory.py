@@ -18,6 +18,7 @@ from paceline.analysis.training.certificate.observed import (
     Standard,
     checked,
     compared_values,
+    first_values,
     steps_text,
 )
 from paceline.experiment.proof import Reduction
@@ -90,15 +91,13 @@ def worst_deviations(run: Observed, base: Mapping[int, float], name: str) -> dic
 
     Losses of 2.1 and 2.0 over a base of 2.0 deviate by 0.05.
     """
-    values, starts = compared_values(run, name)
-    if not len(starts) or not base:
+    if not run.steps or not base:
         return {}
     bases = np.array([base.get(step, math.nan) for step in run.steps])
-    sizes = np.maximum(np.abs(bases), 1e-30)
-    counts = np.diff(starts, append=len(values))
     with np.errstate(invalid="ignore", over="ignore"):
-        errors = np.abs(values - np.repeat(bases, counts)) / np.repeat(sizes, counts)
-    worst = np.maximum.reduceat(np.where(np.isnan(errors), math.inf, errors), starts)
+        errors = np.abs(compared_values(run, name) - bases) / np.maximum(np.abs(bases), 1e-30)
+    errors = np.where(np.isnan(errors), math.inf, errors)
+    worst = errors[0] if name == LOSS else run.table.largest(errors)
     return {step: error for step, error in zip(run.steps, worst.tolist(), strict=True) if step in base}
 
 
@@ -112,8 +111,7 @@ def _from_reference(run: Observed, standard: Standard, reference: Observed, name
 
 def _base(reference: Observed, name: str) -> dict[int, float]:
     """The value of the reference at each step. Not a number, it makes every deviation infinite."""
-    values, starts = compared_values(reference, name)
-    base = zip(reference.steps, values[starts].tolist(), strict=True)
+    base = zip(reference.steps, first_values(reference, name), strict=True)
     skips = reference.spec.training.precision.compute == "fp16"
     return {step: x if math.isfinite(x) else math.nan for step, x in base if math.isfinite(x) or not skips}
 
