@@ -95,7 +95,7 @@ class Decision:
                 # Its interval is wide by assumption, and there is a layout without it.
                 continue
             cost = round(math.log(objective(one, self.by)) / EQUAL)
-            key = (s.gpu.name, s.gpus, s.tp, s.pp, s.cp, s.quantised, cost)
+            key = (s.gpu.name, s.gpus, s.tp, s.pp, s.cp, s.ep, s.quantised, cost)
             if key not in chosen or (runnable(chosen[key].prediction.setup) and not runnable(s)):
                 chosen[key] = one
         return tuple(chosen.values())[:MOST_RUNS] if len(chosen) > 1 else ()
@@ -145,7 +145,7 @@ def _offloads(option: Option | None) -> bool:
 def _complexity(option: Option) -> tuple[int, ...]:
     """How much there is to set up: offload, splits of the model, sharding."""
     s = option.prediction.setup
-    return int(s.offload), s.tp * s.pp * s.cp, SHARDS.index(s.shard)
+    return int(s.offload), s.tp * s.pp * s.cp * s.ep, SHARDS.index(s.shard)
 
 
 def without(decision: Decision, option: Option, why: str) -> Decision:

@@ -10,7 +10,7 @@ from paceline.prediction.predict import ADAPTER_RANK
 from paceline.prediction.setup import Setup
 
 _STRATEGIES = {"none": "ddp", "zero1": "zero:stage=1", "zero2": "zero:stage=2", "zero3": "fsdp2"}
-_DEGREES = ("tp", "pp", "cp")
+_DEGREES = ("tp", "pp", "cp", "ep")
 
 
 def runnable(one: Setup) -> str | None:
@@ -18,9 +18,9 @@ def runnable(one: Setup) -> str | None:
     split = next((f"{name}={getattr(one, name)}" for name in _DEGREES if getattr(one, name) > 1), None)
     if split is not None and one.shard not in ("none", "zero3"):
         return f"Paceline has no {one.shard} together with {split}"
-    unsplit = one.shard in ("none", "zero3") and split is None and not one.has_adapters and not one.offload
-    if one.fp8 and not unsplit:
-        return "Paceline trains in fp8 with ddp and fsdp2 only"
+    whole = one.tp == 1 and not one.shape.experts and not one.has_adapters and not one.offload
+    if one.fp8 and not (whole and one.shard in ("none", "zero3")):
+        return "Paceline trains in fp8 with ddp, fsdp2 and layouts without tp, and no mixtures of experts"
     if split is not None and one.has_adapters:
         return f"Paceline does not train adapters with {split}"
     return None if one.shard in _STRATEGIES else f"Paceline has no strategy {one.shard}"

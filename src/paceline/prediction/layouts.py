@@ -42,8 +42,15 @@ def _all_layouts(base: Setup, global_batch: int, sizes: Sequence[int]) -> Iterat
             for cp in (1, 2, 4, 8) if base.sequence_length >= CONTEXT_FROM else (1,):
                 ranks, left = divmod(gpus, tp * pp * cp)
                 if not left and ranks and global_batch % ranks == 0:
-                    degree = base.replaced(tp=tp, pp=pp, cp=cp)
-                    yield from _of_degrees(degree, ranks, global_batch // ranks, sizes)
+                    for ep in _expert_degrees(base, ranks * cp):
+                        degree = base.replaced(tp=tp, pp=pp, cp=cp, ep=ep)
+                        yield from _of_degrees(degree, ranks, global_batch // ranks, sizes)
+
+
+def _expert_degrees(base: Setup, ranks: int) -> tuple[int, ...]:
+    """Among how many ranks the experts may be shared; no published program shares those of adapted models."""
+    experts = base.shape.experts or 1
+    return (1,) if base.has_adapters else tuple(n for n in DEGREES if experts % n == 0 and ranks % n == 0)
 
 
 def _of_degrees(base: Setup, ranks: int, per_rank: int, sizes: Sequence[int]) -> Iterator[Setup]:
@@ -73,7 +80,7 @@ def _offloaded(base: Setup) -> tuple[str, ...]:
 
     Adapters have little state, so only their frozen weights are worth moving, and not in 4 bits.
     """
-    if base.tp * base.pp * base.cp > 1 or base.quantised or base.fp8 or base.gpu.name == CPU:
+    if base.tp * base.pp * base.cp * base.ep > 1 or base.quantised or base.fp8 or base.gpu.name == CPU:
         return ()
     return ("zero3",) if base.has_adapters else ("zero2", "zero3")
 

@@ -39,8 +39,8 @@ def components(one: Setup) -> dict[str, float]:
     ranks = one.dp * one.cp
     inside = min(ranks, max(one.per_node // one.tp, 1))
     group = {"none": 1, "hybrid": inside}.get(one.shard, ranks)
-    own = one.parameters / split
-    trained = (one.trained if one.has_adapters and one.trained else one.parameters) / split
+    own = one.held / split
+    trained = (one.trained if one.has_adapters and one.trained else one.held) / split
     frozen = (one.parameters / split) if one.has_adapters else 0.0
     shards_all, shards_gradients = one.shard in ("zero3", "hybrid"), one.shard in ("zero2", "zero3", "hybrid")
     weight_group = group if shards_all else 1
@@ -55,8 +55,8 @@ def components(one: Setup) -> dict[str, float]:
         # Gradients pass through a bucket to the host; stage 1 keeps them until the last micro batch.
         gradients = gradients if one.shard == "zero1" else 2 * min(trained, _OFFLOAD_BUCKET)
         weights = trained * ADAPTER_BYTES if shards_all and one.has_adapters else 0.0 if shards_all else weights
-    block = arithmetic.block_parameters(shape) / one.tp
     root = arithmetic.root_parameters(shape) / one.tp
+    block = (arithmetic.block_parameters(shape) - (one.parameters - one.held) / shape.layers) / one.tp
     live = (2 if one.has_adapters else 4) * (_LIVE_BLOCKS * block + root)
     live = live if shards_all and (group > 1 or one.offload) else 0.0
     if one.quantised:

@@ -101,7 +101,7 @@ class Prediction:
 
 
 # Parts of a step in which the tensor cores wait.
-WAITING = ("tensor parallel", "launch", "pipeline bubble", "data parallel (exposed)", "other")
+WAITING = ("tensor parallel", "expert parallel", "launch", "pipeline bubble", "data parallel (exposed)", "other")
 
 
 def predict(
@@ -198,7 +198,7 @@ def next_measurement(
 
 def smaller(target: Setup) -> list[Setup]:
     """The same work per GPU on fewer GPUs, with fewer layers where a small cluster does not hold all of them."""
-    least = target.tp * target.pp * target.cp
+    least = target.tp * target.pp * math.lcm(target.cp, target.ep)
     node = target.per_node
     found: dict[int, Setup] = {}
     for gpus in (least, node, 2 * node, 4 * node, target.gpus // 4, target.gpus):
@@ -231,10 +231,10 @@ def parse_layout(text: str) -> dict[str, Any]:
     {'dp': 32, 'tp': 8, 'shard': 'zero1'}
     """
     found: dict[str, Any] = {}
-    accepted = "dp=N,tp=N,pp=N,cp=N,vp=N, one of ddp, zero1, zero2, zero3 (fsdp), hybrid, and offload"
+    accepted = "dp=N,tp=N,pp=N,cp=N,ep=N,vp=N, one of ddp, zero1, zero2, zero3 (fsdp), hybrid, and offload"
     for piece in filter(None, (one.strip().casefold() for one in text.split(","))):
         name, equals, value = piece.partition("=")
-        if equals and name in ("dp", "tp", "pp", "cp", "vp", "mb") and value.isdigit() and int(value) > 0:
+        if equals and name in ("dp", "tp", "pp", "cp", "ep", "vp", "mb") and value.isdigit() and int(value) > 0:
             found[name] = int(value)
         elif not equals and name in (*SHARDS, "ddp", "fsdp", "fsdp2"):
             found["shard"] = {"ddp": "none", "fsdp": "zero3", "fsdp2": "zero3"}.get(name, name)
@@ -261,6 +261,7 @@ def setup_of(
     tp: int = 1,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     vp: int = 1,
     dp: int | None = None,
     shard: str | None = None,
@@ -283,6 +284,11 @@ def setup_of(
     )
     require(shape.layers % pp == 0, "--layout", f"pp={pp}", f"a divisor of the {shape.layers} layers")
     require(shape.heads % tp == 0, "--layout", f"tp={tp}", f"a divisor of the {shape.heads} heads")
+    if ep > 1:
+        require(bool(shape.experts), "--layout", f"ep={ep}", f"no ep: {shape.name} has no experts")
+        require((shape.experts or 0) % ep == 0, "--layout", f"ep={ep}", f"a divisor of the {shape.experts} experts")
+        require(ranks * cp % ep == 0, "--layout", f"ep={ep}", f"a divisor of dp={ranks} x cp={cp}")
+        require(method == "full" and not offload, "--layout", f"ep={ep}", "no ep with adapters or offload")
     require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
     has_fp8 = device.fp8_flops > device.flops
     require(precision != "fp8" or has_fp8, "--precision", "fp8", f"bf16 or fp16: {device.gpu} has no 8-bit products")
@@ -307,6 +313,7 @@ def setup_of(
         tp=tp,
         pp=pp,
         cp=cp,
+        ep=ep,
         stages=vp,
         shard=shard or default_shard,
         fp8=precision == "fp8",

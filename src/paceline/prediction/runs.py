@@ -95,6 +95,7 @@ def setup_of_spec(spec: RunSpec, gpu: Accelerator, shape: Shape | None = None) -
         tp=split.tp,
         pp=split.pp,
         cp=split.cp,
+        ep=split.ep,
         stages=split.virtual,
         shard=shard if world > 1 or offload else "none",
         offload=offload,

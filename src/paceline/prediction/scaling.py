@@ -10,7 +10,7 @@ from paceline.prediction.predict import Prediction, predict
 from paceline.prediction.setup import Setup
 
 # Parts of a step that are spent on the network.
-NETWORK = ("data parallel (exposed)", "tensor parallel")
+NETWORK = ("data parallel (exposed)", "tensor parallel", "expert parallel")
 # The network limits a scale if at least this share of the step waits for it.
 LIMITING_SHARE = 0.25
 

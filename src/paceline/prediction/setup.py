@@ -61,7 +61,8 @@ class Setup:
     micro_batches: per step and data-parallel rank. stages: virtual pipeline stages of one rank. trained: parameters
     that learn (adapters: few). document_length: where short documents are packed into a sequence, their length.
     quantised: frozen weights are stored in 4 bits and expanded before each product. offload: the host keeps the
-    optimizer's state and updates it (ZeRO-Offload); at stage 3 it also keeps the weights.
+    optimizer's state and updates it (ZeRO-Offload); at stage 3 it also keeps the weights. ep: how many of the dp * cp
+    ranks share the experts of every layer.
     """
 
     shape: Shape
@@ -74,6 +75,7 @@ class Setup:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     stages: int = 1
     shard: str = "none"
     offload: bool = False
@@ -116,6 +118,14 @@ class Setup:
         return arithmetic.parameters(self.shape)
 
     @property
+    def held(self) -> int:
+        """Parameters of one copy of the model but for the experts that other ranks of its group have."""
+        if self.ep == 1:
+            return self.parameters
+        experts = self.shape.layers * (self.shape.experts or 0) * arithmetic.expert_parameters(self.shape)
+        return self.parameters - experts + experts // self.ep
+
+    @property
     def has_adapters(self) -> bool:
         return self.trained is not None and self.trained < self.parameters
 
@@ -123,7 +133,7 @@ class Setup:
     def layout(self) -> str:
         """`dp=32,tp=8`, with what differs from plain data parallelism."""
         degrees = [f"dp={self.dp}"]
-        degrees += [f"{name}={n}" for name in ("tp", "pp", "cp") if (n := getattr(self, name)) > 1]
+        degrees += [f"{name}={n}" for name in ("tp", "pp", "cp", "ep") if (n := getattr(self, name)) > 1]
         degrees += [f"vp={self.stages}"] if self.stages > 1 else []
         degrees += [self.shard] if self.shard != "none" else []
         degrees += ["offload"] if self.offload else []

@@ -1,7 +1,7 @@
 """Where the time of a training step goes, by physics with a few fitted parameters.
 
-    step = (products + attention + memory-bound + tensor parallel + launch + bubble) * (1 + jitter * log2 nodes)
-           + exposed data-parallel traffic + optimizer + offload + a constant
+    step = (products + attention + memory-bound + tensor parallel + expert parallel + launch + bubble)
+           * (1 + jitter * log2 nodes) + exposed data-parallel traffic + optimizer + offload + a constant
 
 Everything is arrays over setups, so that a fit over thousands of rows and one prediction share the code. A parameter is
 positive and given as its logarithm, or a share between 0 and 1 and given as its logit (`values`).
@@ -28,6 +28,7 @@ PARTS = (
     "attention",
     "memory-bound",
     "tensor parallel",
+    "expert parallel",
     "launch",
     "pipeline bubble",
     "data parallel (exposed)",
@@ -72,9 +73,9 @@ def _numbers(one: Setup) -> dict[str, float]:
         "ffn": shape.ffn * (shape.experts_per_token or 1),
         "gated": 1 + shape.gated,
         "vocab": shape.vocab,
-        "parameters": one.parameters,
+        "parameters": one.held,
         "block_parameters": blocks,
-        "trained": one.trained if adapted and one.trained else one.parameters,
+        "trained": one.trained if adapted and one.trained else one.held,
         "adapted": adapted,
         "quantised": one.quantised,
         "sequence": one.sequence_length,
@@ -87,6 +88,7 @@ def _numbers(one: Setup) -> dict[str, float]:
         "tp": one.tp,
         "pp": one.pp,
         "cp": one.cp,
+        "ep": one.ep,
         "stages": one.stages,
         "zero1": one.shard in ("zero1", "zero2"),
         "zero3": one.shard == "zero3",
@@ -144,9 +146,9 @@ def parts(c: Columns, p: Values, offsets: Mapping[str, Array | float] | None = N
     slower = np.exp(shift["level"] + sum(c[name] * p[name] for name in FAMILIES))
     layer = {name: value * slower for name, value in _layer(c, p, shift).items()}
     layers = c["layers"] / c["pp"]
-    tensor = _tensor_parallel(c, p, shift)
+    tensor, expert = _tensor_parallel(c, p, shift), _expert_parallel(c, p, shift)
     head_products, head_memory = (value * slower for value in _head(c, p, shift))
-    gpu_s = sum(layer.values()) + tensor
+    gpu_s = sum(layer.values()) + tensor + expert
     passes = 2 + c["full"]
     launch_s = (
         np.exp(p["launch"] + c["peft"] * p["peft_launch"] + shift["launch"])
@@ -173,6 +175,7 @@ def parts(c: Columns, p: Values, offsets: Mapping[str, Array | float] | None = N
         "attention": scale * layer["attention"],
         "memory-bound": scale * layer["memory-bound"] + batches * head_memory * jitter,
         "tensor parallel": scale * tensor,
+        "expert parallel": scale * expert,
         "launch": scale * (one_layer - gpu_s),
         "pipeline bubble": bubble * jitter,
         "data parallel (exposed)": exposed + gathered,
@@ -216,8 +219,8 @@ def _layer(c: Columns, p: Values, shift: Mapping[str, Array]) -> dict[str, Array
     joined = c["attention_width"] + 2 * c["kv_width"]
     wide = c["gated"] * c["ffn"]
     weights = (h * joined + c["attention_width"] * h + h * wide + c["ffn"] * h) / tp
-    # A token meets the chosen experts only, but every micro batch reads all of them.
-    idle = np.maximum(c["experts"] / c["chosen"] - 1, 0) * (wide + c["ffn"]) * h / tp
+    # A token meets the chosen experts only, but every micro batch reads all that the rank has.
+    idle = np.maximum(c["experts"] / c["ep"] / c["chosen"] - 1, 0) * (wide + c["ffn"]) * h / tp
     moved = weights + idle + tokens * (4 * h + (joined + c["attention_width"] + wide + c["ffn"]) / tp)
     # Frozen weights need no gradient: two passes instead of three.
     backward = 2 - c["adapted"]
@@ -334,6 +337,21 @@ def _tensor_parallel(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array
     keys = (c["cp"] - 1) * tokens * 2 * c["kv_width"] / c["tp"] * 2
     context = np.where(c["cp"] > 1, (3 + c["full"]) * (keys * per_byte + latency), 0) * (1 - _sigmoid(p["cp_overlap"]))
     return np.asarray(tensor + context)
+
+
+def _expert_parallel(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:
+    """Seconds per layer and micro batch in which tokens travel to the ranks of their experts and back, in both passes.
+
+    The experts wait for the tokens, so nothing hides it. Tokens for ranks of the same node and of others leave at once.
+    No published row has experts on several ranks: with the links as fitted, this is arithmetic.
+    """
+    sent = 2 * c["micro_batch"] * c["sequence"] / c["cp"] * c["chosen"] * c["hidden"]
+    local = np.clip(np.floor(c["per_node"] / c["tp"]), 1, c["ep"])
+    link = np.exp(p["link"] - shift["link"]) * c["link"]
+    nic = np.exp(p["nic"] - shift["network"]) * c["node_network"] / c["per_node"]
+    travel = np.maximum((local - 1) / c["ep"] * sent / link, (c["ep"] - local) / c["ep"] * sent / nic)
+    _, latency = _ring(c, p, shift, c["ep"], c["tp"])
+    return np.asarray(np.where(c["ep"] > 1, 2 * (2 + c["full"]) * (travel + latency), 0))
 
 
 def _boundary(c: Columns, p: Values, shift: Mapping[str, Array]) -> Array:

@@ -26,6 +26,7 @@ _WORDS = ("checkpointing", "trained", "quantised")
 def key(one: Setup) -> str:
     """Equal for a prediction and the run that measures it."""
     values = [str(getattr(one, name)) for name in (*_KEY, *_WORDS)]
+    values += [f"ep {one.ep}"] if one.ep > 1 else []
     values += ["offload"] if one.offload else []
     values += ["compiled"] if one.software.compiled else []
     # On one GPU nothing is sharded, and only the work of the host tells DeepSpeed's stages apart.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.prediction import hardware, memory, parameters
+from paceline.prediction import hardware, layouts, memory, parameters
 from paceline.prediction.fitting import sensitivities
 from paceline.prediction.predict import parse_layout, setup_of
 from paceline.prediction.setup import Setup
@@ -230,3 +230,49 @@ def test_slopes_are_those_of_single_changes(one_gpu: Setup) -> None:
     for k, name in enumerate(OFFSETS):
         moved = np.log(step_time(c, VALUES, {name: small}))
         assert by_offset[:, k] == pytest.approx((moved - base) / small, abs=1e-9)
+
+
+def test_tokens_travel_to_the_ranks_of_their_experts_and_back() -> None:
+    """2 of 8 experts per token, 4,096 tokens of 4,096 numbers in 16 bit, 32 layers, both passes."""
+    sent = 2 * 4096 * 2 * 4096
+    shared = setup_of("mixtral-8x7b", "h100", 8, ep=8, sequence_length=4096, micro_batch=1, checkpointing="none")
+    instant = {"alpha_link": -60.0, "alpha_node": -60.0}
+    link = 450e9 * math.exp(VALUES["link"])
+    assert seconds(shared.replaced(micro_batches=1.0), **instant)["expert parallel"] == pytest.approx(
+        32 * 4 * 7 / 8 * sent / link, rel=1e-6
+    )
+    assert seconds(shared.replaced(ep=1))["expert parallel"] == 0
+    # On two nodes of four GPUs half of the tokens leave the node, which takes longer than the others' way.
+    apart = shared.replaced(micro_batches=1.0, gpus_per_node=4)
+    nic = apart.node_network * math.exp(VALUES["nic"]) / 4
+    found = seconds(apart, **instant, jitter=-60.0)["expert parallel"]
+    assert found == pytest.approx(32 * 4 * 4 / 8 * sent / nic, rel=1e-6)
+    recomputed = shared.replaced(checkpointing="full")
+    assert seconds(recomputed)["expert parallel"] == pytest.approx(1.5 * seconds(shared)["expert parallel"])
+
+
+def test_a_rank_holds_its_experts_only() -> None:
+    whole = setup_of("mixtral-8x7b", "h100", 8, shard="none", micro_batch=1, global_batch=8, checkpointing="full")
+    shared = whole.replaced(ep=8)
+    # 7 of 8 experts of 32 layers, with three matrices of 4,096 x 14,336 each.
+    away = 32 * 7 * 3 * 4096 * 14336
+    assert whole.held - shared.held == away
+    states = [memory.components(one) for one in (whole, shared)]
+    for name, size in (("weights", 2), ("gradients", 2), ("optimizer", 12)):
+        assert states[0][name] - states[1][name] == pytest.approx(size * away)
+    assert shared.layout == "dp=8,ep=8"
+
+
+def test_experts_are_shared_where_they_can_be() -> None:
+    for model, gpus, wanted in (
+        ("llama-8b", 8, "no ep: llama-8b has no experts"),
+        ("mixtral-8x7b", 16, "a divisor of the 8 experts"),
+        ("mixtral-8x7b", 2, "a divisor of dp=2 x cp=1"),
+    ):
+        with pytest.raises(Exception, match=wanted):
+            setup_of(model, "h100", gpus, **parse_layout("ep=16" if gpus == 16 else "ep=4"))
+    base = setup_of("mixtral-8x7b", "h100", 16, micro_batch=1)
+    degrees = {one.ep for one in layouts.enumerate_layouts(base, 64)}
+    assert degrees == {1, 2, 4, 8}
+    dense = setup_of("llama-8b", "h100", 16, micro_batch=1)
+    assert {one.ep for one in layouts.enumerate_layouts(dense, 64)} == {1}
