@@ -80,116 +80,192 @@ def campaign(
     """
     if stopping is not None:
         specs = stopping.planned(specs)
-    repeats, obstacles = RedRepeats(red_repeats()), Obstacles(keep_going)
     proving = proofs.Proving(specs)
     # What an earlier command computed; which others will be needed, nobody knows yet.
     more = (copies.supplement_of(spec, copies.references(spec, out)) for spec in proving.references.values())
     supplements = [spec for spec in more if spec and store.is_sealed(out / spec.experiment / spec.run_id)]
-    runs = [*proving.runs, *supplements, *specs]
-    announced: list[RunSpec] = []
-    directory = out / specs[0].experiment
+    running = _Campaign(
+        directory=out / specs[0].experiment,
+        observer=observer,
+        notify=notify,
+        retry=retry,
+        cache=cache,
+        usd_per_hour=usd_per_hour,
+        stopping=stopping,
+        partial=partial,
+        repeats=RedRepeats(red_repeats()),
+        obstacles=Obstacles(keep_going),
+        proving=proving,
+        runs=[*proving.runs, *supplements, *specs],
+    )
     # Checked first: over ssh, even preflight would disturb a run that another controller measures.
-    store.require_free(directory)
-    preflight(runs, out, retry, notify)
-    ask_plugins([spec for spec in runs if _is_left(spec, out, retry)])
-    if left := [spec for spec in specs if _is_left(spec, out, retry)]:
+    store.require_free(running.directory)
+    preflight(running.runs, out, retry, notify)
+    ask_plugins([spec for spec in running.runs if running.is_left(spec)])
+    if left := [spec for spec in specs if running.is_left(spec)]:
         notify(light_before(left))
         for line in proving.lines():
             notify(line)
-    statuses: list[Status] = []
-    rule = None if stopping is None else stopping.text
+    with store.exclusive(running.directory), closing(running.runs):
+        running.carry_out()
+    if running.obstacles.left_out:
+        notify(running.obstacles.text())
+    return running.statuses
 
-    def announce(planned: Sequence[RunSpec]) -> None:
-        announced[:] = planned
-        write_plan(directory, planned, rule, usd_per_hour)
-        observer.begin(planned)
 
-    def settle(spec: RunSpec, reference: RunSpec) -> Status:
-        """The status of an invalid run after a second verdict with more copies of the reference, if it was refused
-        narrowly."""
-        known = copies.references(reference, out)
-        refused = copies.narrow_refusal(copies.read(spec, out), known)
-        supplement = copies.supplement_of(reference, known)
-        if refused is None or supplement is None:
-            return Status.INVALID
-        is_new = not store.is_sealed(out / supplement.experiment / supplement.run_id)
-        if is_new:
-            beyond = copies.refusal_text(refused, reference)
-            notify(f"{spec.run_id}: {beyond}. Computing {copies.MORE} more to tell rounding from a mistake.")
-            runs.append(supplement)
-            announce([*announced, supplement])
-            reuse(supplement)
-            run(supplement)
-        status, text = judge_again(spec, out, copies.references(reference, out))
-        if is_new or status is Status.OK:
-            notify(f"{spec.run_id}: {text}.")
-        return status
+@dataclass(kw_only=True)
+class _Campaign:
+    """A campaign while it runs. runs: what is planned, in order, and what followed from it. announced: what those who
+    watch know of. statuses: of each run that ended."""
 
-    def reuse(spec: RunSpec) -> None:
-        if cache and _is_left(spec, out, retry) and (kept := reference_cache.reuse(spec, out)) is not None:
-            notify(reused_text(kept))
+    directory: Path
+    observer: Observer
+    notify: Notify
+    retry: bool
+    cache: bool
+    usd_per_hour: float | None
+    stopping: Stopping | None
+    partial: Callable[[Sequence[RunRecord]], str]
+    repeats: RedRepeats
+    obstacles: Obstacles
+    proving: proofs.Proving
+    runs: list[RunSpec]
+    announced: list[RunSpec] = field(default_factory=list)
+    statuses: list[Status] = field(default_factory=list)
 
-    def prove_on_less(reference: RunSpec) -> float:
-        """Run the proof group that follows because this reference ran out of memory. Returns how long it took."""
-        following = proving.after_oom(reference)
-        if following:
-            notify(proving.groups[reference.group_work].text)
-            runs.extend(following)
-            announce([*filter(proving.is_current, announced), *following])
-            for spec in following:
-                reuse(spec)
-        return sum(map(run, following))
+    @property
+    def out(self) -> Path:
+        return self.directory.parent
 
-    def run(requested: RunSpec) -> float:
+    def is_left(self, spec: RunSpec) -> bool:
+        return _is_left(spec, self.out, self.retry)
+
+    def carry_out(self) -> None:
+        self.announce(self.runs)
+        for spec in self.proving.runs:
+            self.reuse(spec)
+        if self.stopping is not None:
+            self.run_until(self.stopping)
+            return
+        for requested in tuple(self.runs):
+            self.run(requested)
+
+    def announce(self, planned: Sequence[RunSpec]) -> None:
+        self.announced[:] = planned
+        rule = None if self.stopping is None else self.stopping.text
+        write_plan(self.directory, planned, rule, self.usd_per_hour)
+        self.observer.begin(planned)
+
+    def add(self, following: Sequence[RunSpec]) -> None:
+        """Plan runs that follow from what was found."""
+        self.runs.extend(following)
+        self.announce([*self.announced, *following])
+
+    def reuse(self, spec: RunSpec) -> None:
+        """Copy a reference or a proof of an earlier campaign if there is one."""
+        if self.cache and self.is_left(spec) and (kept := reference_cache.reuse(spec, self.out)) is not None:
+            self.notify(reused_text(kept))
+
+    def run(self, requested: RunSpec) -> float:
         """One planned run and, for a search, all that follow from it. Returns how long they took, in seconds."""
-        series, took = [requested] if proving.is_current(requested) else [], 0.0
+        series, took = [requested] if self.proving.is_current(requested) else [], 0.0
         for spec in series:
             begun = time.monotonic()
-            sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
-            refused = None if sealed else proving.refusal(spec, out)
-            if sealed is None and refused is None and obstacles.block(spec):
-                obstacles.left_out.append(spec)
-                continue
-            reference = proving.references.get(spec.work)
-            judges = functools.partial(proving.judges, spec, out)
-            if refused is not None:
-                status, error = refuse(spec, out, refused)
-            else:
-                status, error = sealed or execute(spec, out, observer, reference, notify, repeats, obstacles, judges)
+            found = self.launch(spec)
             took += time.monotonic() - begun
-            observer.ended(spec, status, error, sealed is not None)
+            if found is None:
+                continue
+            (status, is_new), reference = found, self.proving.references.get(spec.work)
             if status is Status.INVALID and reference is not None and spec.is_certified:
-                status = settle(spec, reference)
-            statuses.append(status)
-            if cache and sealed is None and status is Status.OK and spec.proves_only:
-                reference_cache.keep(spec, out / spec.experiment / spec.run_id)
+                status = self.settle(spec, reference)
+            self.statuses.append(status)
+            if self.cache and is_new and status is Status.OK and spec.proves_only:
+                reference_cache.keep(spec, self.directory / spec.run_id)
             if status is Status.OOM and spec == reference:
-                took += prove_on_less(spec)
+                took += self.prove_on_less(spec)
             if not leads_on(requested):
                 continue
             # A search: the workload derives the next run from the results, until it repeats itself.
-            records = read_finished(out / each.experiment / each.run_id for each in series)
+            records = read_finished(self.directory / each.run_id for each in series)
             if len(records) < len(series):
                 continue
             following = load("workloads", requested.workload.name).follow(requested, records)
             if following is not None and following not in series:
                 series.append(following)
-                runs.append(following)
-                announce([*announced, following])
+                self.add([following])
         return took
 
-    with store.exclusive(directory), closing(runs):
-        announce(runs)
-        for spec in proving.runs:
-            reuse(spec)
-        if stopping is None:
-            for requested in tuple(runs):
-                run(requested)
+    def launch(self, spec: RunSpec) -> tuple[Status, bool] | None:
+        """Launch the run if it is left: how it ended, and whether that was now; None if an obstacle blocks it."""
+        sealed = _sealed_status(self.directory / spec.run_id, self.retry)
+        refused = None if sealed else self.proving.refusal(spec, self.out)
+        if sealed is None and refused is None and self.obstacles.block(spec):
+            self.obstacles.left_out.append(spec)
+            return None
+        if refused is not None:
+            status, error = refuse(spec, self.out, refused)
         else:
-            _run_until(stopping, runs, run, obstacles.block, announce, directory, notify, partial)
-    if obstacles.left_out:
-        notify(obstacles.text())
-    return statuses
+            reference = self.proving.references.get(spec.work)
+            judges = functools.partial(self.proving.judges, spec, self.out)
+            status, error = sealed or execute(
+                spec, self.out, self.observer, reference, self.notify, self.repeats, self.obstacles, judges
+            )
+        self.observer.ended(spec, status, error, sealed is not None)
+        return status, sealed is None
+
+    def settle(self, spec: RunSpec, reference: RunSpec) -> Status:
+        """The status of an invalid run after a second verdict with more copies of the reference, if it was refused
+        narrowly."""
+        known = copies.references(reference, self.out)
+        refused = copies.narrow_refusal(copies.read(spec, self.out), known)
+        supplement = copies.supplement_of(reference, known)
+        if refused is None or supplement is None:
+            return Status.INVALID
+        is_new = not store.is_sealed(self.directory / supplement.run_id)
+        if is_new:
+            beyond = copies.refusal_text(refused, reference)
+            self.notify(f"{spec.run_id}: {beyond}. Computing {copies.MORE} more to tell rounding from a mistake.")
+            self.add([supplement])
+            self.reuse(supplement)
+            self.run(supplement)
+        status, text = judge_again(spec, self.out, copies.references(reference, self.out))
+        if is_new or status is Status.OK:
+            self.notify(f"{spec.run_id}: {text}.")
+        return status
+
+    def prove_on_less(self, reference: RunSpec) -> float:
+        """Run the proof group that follows because this reference ran out of memory. Returns how long it took."""
+        following = self.proving.after_oom(reference)
+        if following:
+            self.notify(self.proving.groups[reference.group_work].text)
+            self.announced[:] = filter(self.proving.is_current, self.announced)
+            self.add(following)
+            for spec in following:
+                self.reuse(spec)
+        return sum(map(self.run, following))
+
+    def run_until(self, stopping: Stopping) -> None:
+        """Carry out the planned runs and then rounds of repeats until the rule is met; `runs` is then what was run."""
+        self.notify(stopping.text)
+        began, planned = time.monotonic(), list(self.runs)
+        self.runs.clear()
+        took: dict[str, float] = {}
+        while planned:
+            for spec in planned:
+                # The first launch of a cell is always made: nobody knows how long it takes.
+                if stopping.affords(took.get(spec.cell, 0.0), time.monotonic() - began):
+                    self.runs.append(spec)
+                    took[spec.cell] = self.run(spec)
+            records = read_finished(self.directory / spec.run_id for spec in self.runs)
+            known, spent_s = precision_of(records), time.monotonic() - began
+            # A launch takes longer than its steps: a rank imports torch, and the certificate is checked.
+            known = {cell: replace(own, seconds=max(own.seconds, took.get(cell, 0.0))) for cell, own in known.items()}
+            gpus = {spec.cell: spec.topology.world_size for spec in self.runs}
+            for message in filter(None, (self.partial(records), stopping.outlook(known, spent_s, gpus))):
+                self.notify(message)
+            following = stopping.next_round([spec for spec in self.runs if not spec.proves_only], known, spent_s)
+            planned = [spec for spec in following if not self.obstacles.block(spec)]
+            self.announce([*self.runs, *planned])
 
 
 @dataclass
@@ -214,39 +290,6 @@ class Obstacles:
             f"{runs} not started: {self.met[0].run_id} failed for a reason that would repeat. Fix it and run "
             "the same command with --resume, or use --keep-going to start every run."
         )
-
-
-def _run_until(
-    stopping: Stopping,
-    runs: list[RunSpec],
-    run: Callable[[RunSpec], float],
-    is_blocked: Callable[[RunSpec], bool],
-    announce: Callable[[Sequence[RunSpec]], None],
-    directory: Path,
-    notify: Notify,
-    partial: Callable[[Sequence[RunRecord]], str],
-) -> None:
-    """Carry out the planned runs and then rounds of repeats until the rule is met. runs is what was really run."""
-    notify(stopping.text)
-    began, planned = time.monotonic(), list(runs)
-    runs.clear()
-    took: dict[str, float] = {}
-    while planned:
-        for spec in planned:
-            # The first launch of a cell is always made: nobody knows how long it takes.
-            if stopping.affords(took.get(spec.cell, 0.0), time.monotonic() - began):
-                runs.append(spec)
-                took[spec.cell] = run(spec)
-        records = read_finished(directory / spec.run_id for spec in runs)
-        known, spent_s = precision_of(records), time.monotonic() - began
-        # A launch takes longer than its steps: a rank imports torch, and the certificate is checked.
-        known = {cell: replace(own, seconds=max(own.seconds, took.get(cell, 0.0))) for cell, own in known.items()}
-        gpus = {spec.cell: spec.topology.world_size for spec in runs}
-        for message in filter(None, (partial(records), stopping.outlook(known, spent_s, gpus))):
-            notify(message)
-        following = stopping.next_round([spec for spec in runs if not spec.proves_only], known, spent_s)
-        planned = [spec for spec in following if not is_blocked(spec)]
-        announce([*runs, *planned])
 
 
 def reused_text(record: RunRecord) -> str:
