@@ -1,4 +1,4 @@
-"""fp16 with loss scaling: where a CPU cannot do it, the record says so; a traceback is never the answer."""
+"""fp16 with loss scaling, and 8 bit in a pipeline: what a CPU cannot do, the record says; no traceback is an answer."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def test_fp16_ends_as_a_record(campaign: Callable[..., Any], smaller: dict[str, 
             assert record.evidence.dtypes["compute"] == "fp16"
         else:
             assert record.error
+
+
+@pytest.mark.parametrize("precision", ["fp16", "float8"])
+def test_a_pipeline_is_certified(campaign: Callable[..., Any], smaller: dict[str, Any], precision: str) -> None:
+    """Its stages scale the loss by one number, and each rounds its own matrices to 8 bit."""
+    settings = {**smaller, "model": "tiny:layers=2,hidden=32", "precision": precision}
+    settings |= {"micro_batch": 2, "accumulation": 2, "global_batch": None}
+    done = campaign(f"pipeline-{precision}", {"strategy": ["mesh:pp=2"]}, profiled=False, **settings)
+    assert done.code == 0, done.stdout + done.stderr
+    record = done.record("mesh:pp=2")
+    assert (record.status, record.evidence.dtypes["compute"]) == ("ok", precision)
