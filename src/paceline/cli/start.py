@@ -21,7 +21,7 @@ HERE = "here"
 QUICK_S = 900.0
 DEFAULT_TIME = "10m"
 _HAVE = "here, `slurm NODESxGPUS`, `ray NODESxGPUS`, `kubernetes NODESxGPUS IMAGE`, `ssh HOST,HOST GPUS`, or a URL"
-_TIME = "a time such as 90s, 10m or 2h"
+_TIME = "a time such as 90s, 10m, 2h or 3d"
 Answer = TypeVar("Answer")
 
 

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         elif wrong := re.fullmatch(r"argument (.+?): expected (.*)", message):
             message = f"{wrong[1]}: got no value, expected {wrong[2]}."
         elif wrong := re.fullmatch(r"the following arguments are required: (.*)", message):
-            message = f"{verb}: got no {wrong[1]}, which is required."
+            message = f"{verb}: got no {wrong[1]}, which {'are' if ', ' in wrong[1] else 'is'} required."
         elif wrong := re.fullmatch(r"argument (.+?): not allowed with argument (.*)", message):
             message = f"{wrong[1]}: got both {wrong[1]} and {wrong[2]}, expected one of them."
         else:

@@ -26,6 +26,8 @@ DOUBLING = "doubling"
 TUNING = {field.name for field in dataclasses.fields(Tuning)}
 # Fields that name something with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
+# Fields that are not part of a cell, so that they make no axis.
+SETTINGS = ("proof", "reference_steps", "timeout_s", "stall_s", "telemetry_hz", "max_restarts")
 # Fields that are mappings of fields.
 GROUPS = ("warmup", "proof")
 # The cells that `--benchmark` keeps, by what their workload declares.
@@ -170,8 +172,18 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
         raise RequestError(f"{experiment.name}: the exclusions leave no cell to run. Check `exclude`.")
     distinct: dict[str, RunSpec] = {}
     for spec in specs:
-        distinct.setdefault(spec.cell, spec)
+        _check_same(distinct.setdefault(spec.cell, spec), spec)
     return list(distinct.values())
+
+
+def _check_same(first: RunSpec, other: RunSpec) -> None:
+    """RequestError if two specs of one cell differ in a setting that is not part of the cell: only one could apply."""
+    for name in SETTINGS:
+        own, second = getattr(first, name), getattr(other, name)
+        values = "several values" if name == "proof" else f"{own:g} and {second:g}"
+        accepted = "one value, because it is not part of the cell"
+        if own != second:
+            raise RequestError(f"{name}: got {values} for the same cell, expected {accepted}.")
 
 
 def _points(

@@ -17,7 +17,7 @@ from paceline.experiment.compilation import canonical
 from paceline.experiment.input_digests import digests
 from paceline.experiment.layout import replicas_of
 from paceline.experiment.plugins import Offer, Traits, declared, load
-from paceline.experiment.proof import AUTO, Proof
+from paceline.experiment.proof import AUTO, MODES, Proof
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import DEFAULT_WORKLOAD, Precision, RunSpec, Topology, Training, Tuning, WarmUp
 from paceline.host import machine
@@ -170,7 +170,11 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         given = first.get("input")
         if first["type"] == "extra_forbidden":
             known = _known_fields(model, first["loc"])
-            hint = did_you_mean(str(first["loc"][-1]), known)
+            name = str(first["loc"][-1])
+            if issubclass(model, Cell) and name in Experiment.model_fields:
+                accepted = "it beside base and matrix"
+                raise RequestError(f"{where}: got {name} among the fields of a cell, expected {accepted}.") from None
+            hint = did_you_mean(name, known)
             accepted = "a known field" if hint else f"one of {', '.join(known)}"
             raise RequestError(f"{where}: got the field {shown(field)}, expected {accepted}.{hint}") from None
         if first["type"] == "missing":
@@ -179,7 +183,9 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         if first["type"] == "string_type" and isinstance(given, Mapping) and first["loc"][-1] in _CHOICES:
             expected = "a name, such as 'zero:stage=2', or a mapping with name and options"
         if first["type"] == "model_type":
-            expected = f"a mapping with {', '.join(_known_fields(model, (*first['loc'], '')))}"
+            known = _known_fields(model, (*first["loc"], ""))
+            modes = f"{', '.join(MODES)} or " if first["loc"][-1] == "proof" else ""
+            expected = f"{modes}a mapping with {', '.join(name for name in known if not (modes and name == 'mode'))}"
         raise RequestError(f"{where}: {field}: got {shown(given)}, expected {expected}.") from None
 
 

@@ -35,6 +35,8 @@ class Proof:
         for name in SIZES:
             value = getattr(self, name)
             require(value is None or value >= 1, f"proof.{name}", value, "a whole number from 1")
+        given = ", ".join(name for name in SIZES if getattr(self, name) is not None)
+        require(self.mode != NEVER or not given, "proof", f"never with {given}", "never or sizes, not both")
         limit = self.limit_gib
         require(limit is None or 0 < limit < math.inf, "proof.limit_gib", limit, "a positive number of GiB")
 

@@ -51,6 +51,7 @@ def test_every_verb_is_listed_and_explains_itself(capsys: pytest.CaptureFixture[
         (["compare", "a", "b", "--format", "md"], "--format: got 'md', expected terminal, html, markdown, json."),
         (["monitor", "--count", "two"], "--count: got 'two', expected a whole number. See `paceline monitor --help`."),
         (["run"], "run: got no PRESET|FILE, which is required."),
+        (["choose"], "choose: got no --gpu, --gpus, which are required."),
         (["run", "quick", "--set"], "--set: got no value, expected one argument."),
     ],
 )

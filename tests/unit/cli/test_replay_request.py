@@ -48,6 +48,15 @@ def test_what_left_no_result_is_left_out_and_named(record: Callable[..., RunReco
     assert str(caught.value) == golden
 
 
+def test_a_capsule_that_only_proves_others_is_said_to_have_nothing_to_replay(record: Callable[..., RunRecord]) -> None:
+    with pytest.raises(RequestError) as caught:
+        replay.request([record(None, workload="reference")])
+    assert str(caught.value) == (
+        "replay: got a capsule with only references and runs of proof groups, expected at least one measured run, "
+        "whose replay also runs what proves it."
+    )
+
+
 def test_circumstances_may_change_and_cells_still_know_their_origin(record: Callable[..., RunRecord]) -> None:
     stored = [record("ddp"), record("fsdp2"), record("zero:stage=1")]
     settings = ["steps=9", "launcher.threads=2", "warmup.minimum=2", "repeats=3", "timeout_s=60.0"]

@@ -64,7 +64,7 @@ def test_options_give_the_command(
         ("--have", "heer", "Did you mean 'here'?"),
         ("--want", "fastets", "--want: got 'fastets', expected fastest, scaling"),
         ("--want", "9", "--want: got '9'"),
-        ("--time", "soon", "--time: got 'soon', expected a time such as 90s, 10m or 2h."),
+        ("--time", "soon", "--time: got 'soon', expected a time such as 90s, 10m, 2h or 3d."),
     ],
 )
 def test_a_wrong_option_is_one_sentence(

@@ -103,6 +103,9 @@ class Proving:
         self.groups: dict[str, Group] = {}
         self.refused: dict[str, str] = {}
         for work, reference in self._whole.items():
+            other = next((spec for spec in self._members[work] if spec.proof != reference.proof), None)
+            accepted = "the same for all configurations of one work, because they share one reference or proof"
+            require(other is None, "proof", f"another one for {other and other.strategy}", accepted)
             if reference.proof.has_sizes:
                 self.groups[work] = _sized_group(self._members[work])
             elif reference.proof.mode != NEVER and (need := need_of(reference)) is not None and need.exceeds:
@@ -146,7 +149,9 @@ class Proving:
         members = self._members[work]
         group = _first_fitting(members, why, tuple(reductions(members)) if sizes is None else tuple(sizes))
         if group is None:
-            self.refused[work] = f"{why}, and no reduced form of it fits either; use a device with more memory"
+            limited = members[0].proof.limit_gib is not None
+            help_ = "raise proof.limit_gib" if limited else "use a device with more memory"
+            self.refused[work] = f"{why}, and no reduced form of it fits either; {help_}"
         else:
             self.groups[work] = group
 
@@ -241,7 +246,7 @@ def _sized_group(members: Sequence[RunSpec]) -> Group:
         require(value <= most, f"proof.{name}", value, f"at most {most:,}, that of the experiment")
     to = _to(whole, **given)
     require(to != whole, "proof", _words(given), "at least one size smaller than that of the experiment")
-    accepted = f"a multiple of {stages}, because every stage of a pipeline has layers"
+    accepted = f"a multiple of {stages}, so that each stage of a pipeline has as many layers"
     require(to.layers % stages == 0, "proof.layers", to.layers, accepted)
     fixed = "/" in members[0].model.name and to.layers != whole.layers
     require(not fixed, "proof.layers", to.layers, f"no layers with the directory {members[0].model_text}")

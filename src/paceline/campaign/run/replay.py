@@ -70,6 +70,9 @@ def request(
         runs = ", ".join(dict.fromkeys(r.spec.run_id for r in results))
         require(bool(cells), "--only", ", ".join(only), f"the beginning of a cell or of one of the runs {runs}")
         chosen = [r for r in results if r.spec.cell in cells]
+    if not chosen and stored and not ours:
+        accepted = "at least one measured run, whose replay also runs what proves it"
+        raise RequestError(f"replay: got a capsule with only references and runs of proof groups, expected {accepted}.")
     if not chosen:
         raise RequestError("replay: got a capsule without runs that ended ok or out of memory, expected at least one.")
     choices = [(s, c) for s in (r.spec for r in chosen) for c in (s.workload, s.strategy, s.engine)]

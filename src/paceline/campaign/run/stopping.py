@@ -113,7 +113,7 @@ def parse_until(text: str) -> float:
 
 
 def parse_budget(text: str, where: str = "--time-budget") -> float:
-    """`90s`, `10m` or `1.5h` in seconds; RequestError for anything else.
+    """`90s`, `10m`, `1.5h` or `3d` in seconds; RequestError for anything else.
 
     >>> parse_budget("10m")
     600.0
@@ -121,5 +121,5 @@ def parse_budget(text: str, where: str = "--time-budget") -> float:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smhd])", text.strip().lower(), re.ASCII)
     value = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if value <= 0:
-        raise RequestError(f"{where}: got {text!r}, expected a time such as 90s, 10m or 2h.")
+        raise RequestError(f"{where}: got {text!r}, expected a time such as 90s, 10m, 2h or 3d.")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,9 +85,13 @@ def expand(name: str, options: Mapping[str, Any], nodes: int, processes_per_node
         "pp": {"pp": world_size},
         "cp": {"cp": world_size},
         "ep": {"ep": world_size},
-        "3d": {"tp": 2, "pp": 2, "shard": max(1, world_size // 4)},
+        "3d": {"tp": 2, "pp": 2},
     }
-    return {**usual[name], **options}
+    found = {**usual[name], **options}
+    if name == "3d":
+        degrees = [degree for degree in (found["tp"], found["pp"]) if isinstance(degree, int) and degree >= 1]
+        found = {"tp": found["tp"], "pp": found["pp"], "shard": max(1, world_size // math.prod(degrees))} | found
+    return found
 
 
 def layout(options: Mapping[str, Any], world_size: int) -> Layout:

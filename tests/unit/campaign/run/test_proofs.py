@@ -258,7 +258,10 @@ def test_a_request_is_part_of_its_recipe_and_of_no_identity() -> None:
     [
         ({"layers": 17}, "proof.layers: got 17, expected at most 16, that of the experiment."),
         ({"layers": 16}, "proof: got 'layers 16', expected at least one size smaller than that of the experiment."),
-        ({"layers": 3}, "proof.layers: got 3, expected a multiple of 2, because every stage of a pipeline has layers."),
+        (
+            {"layers": 3},
+            "proof.layers: got 3, expected a multiple of 2, so that each stage of a pipeline has as many layers.",
+        ),
         ({"sequence_length": 100}, "proof.sequence_length: got 100, expected at most 64, that of the experiment."),
         ({"global_batch": 3}, "proof.global_batch: got 3, expected a multiple of 2, which mesh:pp=2 needs."),
         (
