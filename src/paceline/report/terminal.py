@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.analysis.findings import Report
 from paceline.report import summary
 from paceline.report.sections import NOT_ON_TERMINAL, sections
-from paceline.report.tables import served
+from paceline.report.tables import served, step_differences
 from paceline.report.tables.table import Cell, Table, without_empty
 from paceline.report.text import trust
 from paceline.wording import DETECTABLE, MISSING, short_percent
@@ -82,6 +82,8 @@ def brief_group(report: Report) -> RenderableType:
         found += (Text(ranking.text), Text(""))
     warnings = served.warnings(report)
     found += (Fitted(essential(table, warnings)) for table in shown)
+    for line in step_differences.brief_lines(report):
+        found += (Padding(Text(line), (0, 0, 0, 2)), Text(""))
     tables = sum(len(section.tables) + len(section.bars) for section in known.values())
     notes = sum(note not in warnings for table in shown for note in table.notes) + len(report.notes)
     parts = [f"{n} more {noun}{'s' if n > 1 else ''}" for n, noun in ((tables - len(shown), "table"),) if n]

@@ -87,6 +87,8 @@ from paceline.analysis.findings.training import (
     RunFinding,
     ScalingExplanation,
     ScalingPoint,
+    StepDifference,
+    StepTerm,
     ShareOfStep,
     TimeSpent,
     Traffic,
