@@ -15,7 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from paceline.analysis.compare.cells import Compared, Group
-from paceline.analysis.findings import EQUAL, Comparison, StepDifference, StepTerm
+from paceline.analysis.findings import EQUAL, WORSE, Comparison, StepDifference, StepTerm
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training import layouts, metrics
 from paceline.analysis.training.bottleneck import milliseconds
@@ -64,12 +64,12 @@ def analyse(compared: Iterable[Compared]) -> tuple[StepDifference, ...]:
 
 def _of_group(compared: Compared) -> Iterator[StepDifference]:
     judged = {frozenset((c.cell, c.other)): c for c in compared.comparisons if c.metric == METRIC}
-    known = [(found.value, cell) for cell in compared.group.cells if (found := metrics.estimate(cell, METRIC))]
-    (_, fastest), *others = sorted(known, key=lambda pair: (pair[0], pair[1].id)) or [(0.0, None)]
-    for _, cell in others:
-        comparison = judged.get(frozenset((cell.id, fastest.id))) if fastest else None
-        if fastest and comparison is not None and comparison.verdict != EQUAL:
-            found = _difference(compared.group, cell, fastest, comparison)
+    steps = [(step.value, cell) for cell in compared.group.cells if (step := metrics.estimate(cell, METRIC))]
+    cells = [cell for _, cell in sorted(steps, key=lambda pair: (pair[0], pair[1].id))]
+    for cell in cells[1:]:
+        comparison = judged.get(frozenset((cell.id, cells[0].id)))
+        if comparison is not None and comparison.verdict != EQUAL:
+            found = _difference(compared.group, cell, cells[0], comparison)
             yield from (found,) if found is not None else ()
 
 
@@ -78,19 +78,19 @@ def profiled_terms(record: RunRecord) -> Terms:
     most. Empty unless every rank was profiled."""
     ranks = {}
     for rank, traces in grouped(record.traces, lambda trace: trace.rank).items():
-        steps = sum(trace.steps for trace in traces)
-        if steps:
-            found = {n: [getattr(t, n) for t in traces] for n in ("wall_s", "compute_s", "exposed_s", *CLASSES)}
-            ranks[rank] = {name: None if None in each else sum(each) / steps for name, each in found.items()}
+        if steps := sum(trace.steps for trace in traces):
+            ranks[rank] = {
+                name: sum(math.nan if (value := getattr(trace, name)) is None else value for trace in traces) / steps
+                for name in ("wall_s", "compute_s", "exposed_s", *CLASSES)
+            }
     if len(ranks) < record.spec.topology.world_size:
         return {}
     busiest, own = max(ranks.items(), key=lambda item: item[1]["compute_s"])
     computed = fmean(each["compute_s"] for each in ranks.values())
-    by_class = {words: [each[name] for each in ranks.values()] for name, words in CLASSES.items()}
-    is_divided = not any(None in each for each in by_class.values())
+    by_class = {words: fmean(each[name] for each in ranks.values()) for name, words in CLASSES.items()}
     by_dimension = layouts.exposed_by_dimension(record, busiest, own["exposed_s"])
     return {
-        **({words: fmean(each) for words, each in by_class.items()} if is_divided else {COMPUTE: computed}),
+        **({COMPUTE: computed} if math.isnan(sum(by_class.values())) else by_class),
         IMBALANCE: own["compute_s"] - computed,
         **({BY_DIMENSION[name]: seconds for name, seconds in by_dimension} or {EXPOSED: own["exposed_s"]}),
         GAPS: own["wall_s"] - own["compute_s"] - own["exposed_s"],
@@ -126,9 +126,7 @@ def _recomputed(cell: Cell, terms: Terms) -> Terms:
     except RequestError:
         return terms
     apart = {name: terms[name] * again for name in _BY_FLOPS if name in terms}
-    return {name: seconds - apart.get(name, 0.0) for name, seconds in terms.items()} | {
-        RECOMPUTED: sum(apart.values())
-    }
+    return {name: seconds - apart.get(name, 0.0) for name, seconds in terms.items()} | {RECOMPUTED: sum(apart.values())}
 
 
 def _noise(sides: Sequence[tuple[Cell, int]]) -> float:
@@ -181,14 +179,15 @@ def _difference(group: Group, cell: Cell, other: Cell, comparison: Comparison) -
         terms=tuple(found),
         unexplained_s=difference - profiled,
         is_explained=is_explained,
-        verdict=comparison.verdict,
+        # What has the longer step is the slower one of a decided comparison, whichever side of it this is.
+        verdict=WORSE if comparison.is_decided else comparison.verdict,
         launches=(len(cell.windows), len(other.windows)),
         peak_bytes=peaks[0],
         other_peak_bytes=peaks[1],
         text="",
         runs=cell.runs + other.runs,
     )
-    return dataclasses.replace(result, text=sentences(result, comparison.is_decided))
+    return dataclasses.replace(result, text=sentences(result))
 
 
 def _named(terms: Sequence[StepTerm], noise: float) -> list[StepTerm]:
@@ -200,12 +199,12 @@ def _named(terms: Sequence[StepTerm], noise: float) -> list[StepTerm]:
 # --- in words ---
 
 
-def sentences(found: StepDifference, is_decided: bool) -> str:
+def sentences(found: StepDifference) -> str:
     """How much longer the step took, and which terms of the profiled steps that is; or that they do not explain it."""
     ours, others = found.launches
     times = f"{milliseconds(found.step_s)} against {milliseconds(found.other_step_s)}"
     longer = f"step of {found.label} took {milliseconds(found.difference_s)} longer than one of {found.other_label}"
-    if is_decided:
+    if found.verdict == WORSE:
         start = "A"
     elif min(ours, others) == 1:
         start = f"No verdict ({'one launch each' if ours == others else 'one launch of one of them'}): a"
@@ -216,7 +215,7 @@ def sentences(found: StepDifference, is_decided: bool) -> str:
 
 def _explained(found: StepDifference) -> str:
     named = _named(found.terms, found.noise_s)
-    parts = []
+    parts = list[str]()
     for term in named:
         share = _percent(abs(term.share_ratio)) + ("" if parts else " of the measured difference")
         less = " less" if term.difference_s < 0 else ""
@@ -230,15 +229,17 @@ def _explained(found: StepDifference) -> str:
 
 
 def _unexplained(found: StepDifference) -> str:
-    start, scatter = "The profiled steps do not explain it", f"±{milliseconds(found.noise_s)}"
+    start = "The profiled steps do not explain it"
+    scatter = f"the scatter of so few steps (±{milliseconds(found.noise_s)})"
     if found.difference_s <= found.noise_s:
-        return f"{start}: it is within the scatter of so few steps ({scatter})."
-    if abs(found.unexplained_s) <= (1 - LEAST_EXPLAINED) * found.difference_s:
-        return f"{start}: they differ by as much, but no term stands out of the scatter of so few steps ({scatter})."
+        return f"{start}: it is within {scatter}."
     amount = milliseconds(abs(found.profiled_s))
     if found.profiled_s < 0:
         return f"{start}: there {found.other_label} took {amount} longer."
-    return f"{start}: they differ by {amount}, {_percent(found.profiled_s / found.difference_s)} of it."
+    differ = f"{start}: they differ by {amount}, {_percent(found.profiled_s / found.difference_s)} of it"
+    if abs(found.unexplained_s) > (1 - LEAST_EXPLAINED) * found.difference_s:
+        return f"{differ}."
+    return f"{differ}, but the terms beyond {scatter} are less than half of it."
 
 
 def _percent(ratio: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.analysis.findings import Report, StepDifference
 from paceline.analysis.grouping import grouped
-from paceline.report import answer
 from paceline.report.tables.table import Column, Filled, Table, filled, numeric
 from paceline.wording import Scale, format_parts
 
@@ -42,10 +41,3 @@ def _table(title: str, found: list[StepDifference]) -> Table | None:
         f"From the runs {', '.join(dict.fromkeys(run for each in found for run in each.runs))}.",
     )
     return filled(title, found, columns, notes, lambda each: (each.cell, each.other))
-
-
-def brief_lines(report: Report) -> list[str]:
-    """For the group of the headline: the second and the slowest against the fastest."""
-    lead = answer.headline(report)
-    ours = [found.text for found in report.step_differences if lead and found.group_key == lead.group_key]
-    return [*ours[:1], *ours[1:][-1:]]
