@@ -17,6 +17,7 @@ import numpy as np
 from paceline.analysis.compare.cells import Compared, Group
 from paceline.analysis.findings import EQUAL, WORSE, Comparison, StepDifference, StepTerm
 from paceline.analysis.grouping import grouped
+from paceline.analysis.statistics.intervals import student_t
 from paceline.analysis.training import layouts, metrics
 from paceline.analysis.training.bottleneck import milliseconds
 from paceline.analysis.training.metrics import Cell
@@ -32,7 +33,6 @@ AXES = ("strategy", "checkpointing")
 LEAST_EXPLAINED = 0.5
 # Terms that a sentence names: the largest ones of at least this share.
 MOST_NAMED, LEAST_SHARE = 3, 0.05
-NORMAL_95 = 1.96
 
 COMPUTE, EXPOSED = "compute", "exposed communication"
 IMBALANCE, GAPS, RECOMPUTED = "uneven compute of the ranks", "host gaps", "recomputation"
@@ -130,16 +130,25 @@ def _recomputed(cell: Cell, terms: Terms) -> Terms:
 
 
 def _noise(sides: Sequence[tuple[Cell, int]]) -> float:
-    """Half of the 95 % interval of a difference between means of so few steps, by the scatter of the measured ones."""
-    return NORMAL_95 * math.sqrt(
-        sum(float(np.var(seconds := cell.seconds(), ddof=min(1, len(seconds) - 1))) / steps for cell, steps in sides)
+    """Half of the 95 % interval of a difference between the means of so few steps: by how measured steps scatter
+    within launches, and launches among each other where several of both show it."""
+    launches = [[window.seconds for window in cell.windows] for cell, _ in sides]
+    variance = sum(
+        fmean(float(np.var(seconds, ddof=1)) for seconds in own) / steps
+        for own, (_, steps) in zip(launches, sides, strict=True)
     )
+    if any(len(own) == 1 for own in launches):
+        return student_t(math.inf) * math.sqrt(variance)
+    variance += sum(float(np.var([seconds.mean() for seconds in own], ddof=1)) / len(own) for own in launches)
+    return student_t(sum(len(own) - 1 for own in launches)) * math.sqrt(variance)
 
 
 def _difference(group: Group, cell: Cell, other: Cell, comparison: Comparison) -> StepDifference | None:
     (terms, steps), (other_terms, other_steps) = _of_cell(cell), _of_cell(other)
     step, other_step = metrics.estimate(cell, METRIC), metrics.estimate(other, METRIC)
     if not terms or not other_terms or step is None or other_step is None or step.value <= other_step.value:
+        return None
+    if any(len(window.seconds) < 2 for window in (*cell.windows, *other.windows)):
         return None
     if cell.spec.training.checkpointing != other.spec.training.checkpointing:
         terms, other_terms = _recomputed(cell, terms), _recomputed(other, other_terms)
@@ -209,7 +218,9 @@ def sentences(found: StepDifference) -> str:
     elif min(ours, others) == 1:
         start = f"No verdict ({'one launch each' if ours == others else 'one launch of one of them'}): a"
     else:
-        start = f"Inconclusive ({ours} launches against {others}): a"
+        start = (
+            f"Inconclusive ({f'{ours} launches each' if ours == others else f'{ours} launches against {others}'}): a"
+        )
     return f"{start} {longer} ({times}). {_explained(found) if found.is_explained else _unexplained(found)}"
 
 
@@ -229,17 +240,16 @@ def _explained(found: StepDifference) -> str:
 
 
 def _unexplained(found: StepDifference) -> str:
-    start = "The profiled steps do not explain it"
+    differ = f"The profiled steps differ by {milliseconds(abs(found.profiled_s))}"
+    share = f", {_percent(found.profiled_s / found.difference_s)} of that" if found.profiled_s > 0 else " the other way"
     scatter = f"the scatter of so few steps (±{milliseconds(found.noise_s)})"
     if found.difference_s <= found.noise_s:
-        return f"{start}: it is within {scatter}."
-    amount = milliseconds(abs(found.profiled_s))
-    if found.profiled_s < 0:
-        return f"{start}: there {found.other_label} took {amount} longer."
-    differ = f"{start}: they differ by {amount}, {_percent(found.profiled_s / found.difference_s)} of it"
-    if abs(found.unexplained_s) > (1 - LEAST_EXPLAINED) * found.difference_s:
-        return f"{differ}."
-    return f"{differ}, but the terms beyond {scatter} are less than half of it."
+        why = f"; all of it is within {scatter}"
+    elif abs(found.unexplained_s) <= (1 - LEAST_EXPLAINED) * found.difference_s:
+        why = f", but the terms beyond {scatter} are less than half of it"
+    else:
+        why = ""
+    return f"{differ}{share}{why}: the difference is not explained."
 
 
 def _percent(ratio: float) -> str:
