@@ -241,7 +241,9 @@ def _explained(found: StepDifference) -> str:
 
 def _unexplained(found: StepDifference) -> str:
     differ = f"The profiled steps differ by {milliseconds(abs(found.profiled_s))}"
-    share = f", {_percent(found.profiled_s / found.difference_s)} of that" if found.profiled_s > 0 else " the other way"
+    share = (
+        f", {_percent(found.profiled_s / found.difference_s)} of that" if found.profiled_s >= 0 else " the other way"
+    )
     scatter = f"the scatter of so few steps (±{milliseconds(found.noise_s)})"
     if found.difference_s <= found.noise_s:
         why = f"; all of it is within {scatter}"
