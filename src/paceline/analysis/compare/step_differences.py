@@ -248,7 +248,8 @@ def _unexplained(found: StepDifference) -> str:
     if found.difference_s <= found.noise_s:
         why = f"; all of it is within {scatter}"
     elif abs(found.unexplained_s) <= (1 - LEAST_EXPLAINED) * found.difference_s:
-        why = f", but the terms beyond {scatter} are less than half of it"
+        few = f"the terms beyond {scatter} are less than half of it"
+        why = f", but {few if _named(found.terms, found.noise_s) else f'no term is beyond {scatter}'}"
     else:
         why = ""
     return f"{differ}{share}{why}: the difference is not explained."

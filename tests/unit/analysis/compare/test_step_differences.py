@@ -169,7 +169,19 @@ def test_terms_within_the_scatter_are_no_cause(make: Builder) -> None:
     assert found.profiled_s == pytest.approx(0.49)
     assert max(term.difference_s for term in found.terms) < found.noise_s < found.difference_s
     assert not found.is_explained
-    assert "less than half of it: the difference is not explained." in found.text
+    assert "but no term is beyond the scatter of so few steps" in found.text
+
+
+def test_a_small_term_beyond_the_scatter_is_no_cause_of_the_whole(make: Builder, replicas: list[RunRecord]) -> None:
+    """Of 0.4 s, four terms have 0.12, 0.1, 0.1 and 0.08 s; only the first is beyond the scatter."""
+    spread = {"repeats": 1, "spread": 0.055}
+    longer = trace(0, 0.18, 0.12, products_s=0.4, attention_s=0.2)
+    a = make(0.7, "mesh:dp=4", traces=tuple(trace(rank, 0.1) for rank in range(4)), **spread)
+    b = make(1.1, "mesh:dp=2,tp=2", traces=tuple(dataclasses.replace(longer, rank=rank) for rank in range(4)), **spread)
+    (found,) = explained(a, b)
+    assert found.terms[1].difference_s < found.noise_s < found.terms[0].difference_s
+    assert not found.is_explained
+    assert "are less than half of it: the difference is not explained." in found.text
 
 
 def test_the_rank_that_computes_most_and_what_it_computes_beyond_the_mean(make: Builder) -> None:
