@@ -48,7 +48,7 @@ BY_DIMENSION: Mapping[str, str] = {
     **{name: f"{EXPOSED} ({words})" for name, words in DIMENSIONS.items()},
     "pp": "pipeline bubble and messages",
 }
-_WHOLES = ((COMPUTE, frozenset(CLASSES.values())), (EXPOSED, frozenset(BY_DIMENSION.values())))
+_WHOLES = ((COMPUTE, tuple(CLASSES.values())), (EXPOSED, tuple(BY_DIMENSION.values())))
 # Computed with FLOPs that are counted, so the part that is computed again is known.
 _BY_FLOPS = (CLASSES["products_s"], CLASSES["attention_s"])
 
@@ -115,8 +115,8 @@ def _alike(sides: Sequence[Terms]) -> list[Terms]:
     for whole, parts in _WHOLES:
         if any(side.get(whole) for side in found):
             for side in found:
-                side[whole] = side.get(whole, 0.0) + sum(side.pop(name) for name in parts & side.keys())
-    return list(found)
+                side[whole] = side.get(whole, 0.0) + sum(side.pop(name, 0.0) for name in parts)
+    return [*found]
 
 
 def _recomputed(cell: Cell, terms: Terms) -> Terms:
