@@ -25,6 +25,7 @@ from paceline.analysis.compare import (
     history,
     recommend,
     scaling,
+    step_differences,
     tradeoffs,
 )
 from paceline.analysis.cost import claims, served, training
@@ -203,6 +204,7 @@ def _with_comparisons(report: Report, basis: _Basis) -> Report:
         recommendations=tuple(recommend.recommend(everything, basis.runs)),
         scaling=grown.points,
         layouts=layouts.analyse(basis.sound),
+        step_differences=step_differences.analyse(everything),
         compilations=compilation.analyse(everything),
         tradeoffs=tradeoffs.analyse(cells, unstable),
         checkpoints=checkpoints.analyse(cells),
@@ -329,7 +331,7 @@ def _rank_steps(record: RunRecord) -> tuple[RankStep, ...]:
                 exposed_s=exposed,
                 hidden_s=hidden,
                 idle_s=idle,
-                by_dimension=_by_dimension(record, rank, exposed),
+                by_dimension=layouts.exposed_by_dimension(record, rank, exposed),
                 **_timeline(record, rank),
             )
         )
@@ -345,14 +347,6 @@ def _timeline(record: RunRecord, rank: int) -> dict[str, Any]:
     names, each = (*found.kinds, "idle"), found.wall_s / len(found.slots)
     parts = tuple((names[kind], each * len(list(slots))) for kind, slots in groupby(found.slots))
     return {"timeline": parts, "steps": found.steps}
-
-
-def _by_dimension(record: RunRecord, rank: int, exposed_s: float) -> tuple[tuple[str, float], ...]:
-    """Exposed time by mesh dimension, in the shares of the steps that observe every operator, which are slower."""
-    ours = grouped((s for s in record.exposures if s.rank == rank), lambda sample: sample.dimension)
-    times = {name: sum(sample.exposed_s for sample in samples) for name, samples in ours.items()}
-    whole = sum(times.values())
-    return tuple((name, exposed_s * value / whole) for name, value in times.items() if value > 0)
 
 
 def _health(record: RunRecord, window: Window | None, certificate: Certificate | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Literal
 
 from paceline.analysis.findings import Report
-from paceline.report import summary
+from paceline.report import answer, summary
 from paceline.report.sections import NOT_ON_TERMINAL, sections
 from paceline.report.tables import served
 from paceline.report.tables.table import Cell, Table, without_empty
@@ -82,6 +82,8 @@ def brief_group(report: Report) -> RenderableType:
         found += (Text(ranking.text), Text(""))
     warnings = served.warnings(report)
     found += (Fitted(essential(table, warnings)) for table in shown)
+    for line in _differences(report):
+        found += (Padding(Text(line), (0, 0, 0, 2)), Text(""))
     tables = sum(len(section.tables) + len(section.bars) for section in known.values())
     notes = sum(note not in warnings for table in shown for note in table.notes) + len(report.notes)
     parts = [f"{n} more {noun}{'s' if n > 1 else ''}" for n, noun in ((tables - len(shown), "table"),) if n]
@@ -91,6 +93,14 @@ def brief_group(report: Report) -> RenderableType:
             Padding(Text(f"{' and '.join(parts)} with --verbose and in the report.", style="dim"), (0, 0, 0, 2))
         )
     return Group(*found)
+
+
+def _differences(report: Report) -> list[str]:
+    """Why the step of the second and of the slowest cell takes longer than that of the fastest, for the group of the
+    headline."""
+    lead = answer.headline(report)
+    ours = [found.text for found in report.step_differences if lead and found.group_key == lead.group_key]
+    return [*ours[:1], *ours[1:][-1:]]
 
 
 def essential(table: Table, warnings: Set[str] = frozenset()) -> Table:

@@ -88,6 +88,8 @@ from paceline.analysis.findings.training import (
     ScalingExplanation,
     ScalingPoint,
     ShareOfStep,
+    StepDifference,
+    StepTerm,
     TimeSpent,
     Traffic,
     WarmUpOutcome,

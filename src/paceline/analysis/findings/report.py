@@ -49,6 +49,7 @@ from paceline.analysis.findings.training import (
     RunFinding,
     ScalingExplanation,
     ScalingPoint,
+    StepDifference,
     TimeSpent,
 )
 
@@ -93,6 +94,7 @@ class Report:
     pairs: tuple[Pair, ...] = ()
     explanations: tuple[ScalingExplanation, ...] = ()
     layouts: tuple[LayoutRow, ...] = ()
+    step_differences: tuple[StepDifference, ...] = ()
     compilations: tuple[CompileCost, ...] = ()
     tradeoffs: tuple[Tradeoff, ...] = ()
     routings: tuple[RoutingRow, ...] = ()

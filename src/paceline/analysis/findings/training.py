@@ -565,6 +565,50 @@ class LayoutRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTerm:
+    """A part of the profiled steps of two cells: seconds per step of both, and its share of the measured difference."""
+
+    name: str
+    seconds: float
+    other_s: float
+    difference_s: float
+    share_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDifference:
+    """Why a measured step of `cell` takes longer than one of `other`, the cell of its group with the shortest step.
+
+    difference_s = step_s - other_step_s = the sum of the terms + unexplained_s. The terms are from the profiled steps,
+    largest first; their sum is profiled_s. noise_s is how far the means of so few steps scatter (half of a 95 %
+    interval). is_explained: the difference and the terms that text names are beyond noise_s, those are at least half of
+    the difference, and at most half of it is unexplained. verdict is that on the step time of `cell`; launches are
+    those of both.
+    """
+
+    cell: str
+    other: str
+    label: str
+    other_label: str
+    group: str
+    group_key: str
+    step_s: float
+    other_step_s: float
+    difference_s: float
+    profiled_s: float
+    noise_s: float
+    terms: tuple[StepTerm, ...]
+    unexplained_s: float
+    is_explained: bool
+    verdict: str
+    launches: tuple[int, int]
+    peak_bytes: float | None
+    other_peak_bytes: float | None
+    text: str
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRow:
     """How a cell with a mixture of experts spread its tokens. The ratios are of the busiest to the mean: of the experts
     of a layer, the mean over layers and steps and the largest over layers; of the ranks that share experts (None

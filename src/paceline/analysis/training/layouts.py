@@ -96,6 +96,14 @@ def _exposed(runs: Sequence[RunRecord], layout: Layout, dimension: str) -> float
     return fmean(sample.exposed_s / sample.wall_s for sample in samples)
 
 
+def exposed_by_dimension(record: RunRecord, rank: int, exposed_s: float) -> tuple[tuple[str, float], ...]:
+    """Exposed time by mesh dimension, in the shares of the steps that observe every operator, which are slower."""
+    ours = grouped((s for s in record.exposures if s.rank == rank), lambda sample: sample.dimension)
+    times = {name: sum(sample.exposed_s for sample in samples) for name, samples in ours.items()}
+    whole = sum(times.values())
+    return tuple((name, exposed_s * value / whole) for name, value in times.items() if value > 0)
+
+
 def _balance(runs: Sequence[RunRecord], layout: Layout) -> dict[str, Any]:
     """How evenly the stages of a pipeline share the measured times of the model's parts, and how they could."""
     samples = [sample for run in runs for sample in run.pipelines]

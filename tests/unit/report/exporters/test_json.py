@@ -21,6 +21,7 @@ KEYS = [
         "pairs",
         "explanations",
         "layouts",
+        "step_differences",
         "compilations",
         "tradeoffs",
         "routings",
