@@ -400,7 +400,9 @@ class Observer:
     def begin_tracked(self, tokens: int | None) -> None:
         self.close_step()
         self.is_tracked = True
-        self.last_end = None
+        # What happened between two marked steps is in neither of them: no wait for data, and no pause.
+        self.last_end = self.paused_at = self.pause_began = None
+        self.pauses = []
         self.open_step(self.clock.mark())
         if tokens is not None:
             self.tracked["tokens"] = int(tokens)
@@ -418,7 +420,9 @@ class Observer:
 
     @guarded
     def begin_pause(self) -> None:
-        self.pause_began = self.clock.mark()
+        # An evaluation lasts until the next forward pass that learns, so this pause is a part of it.
+        if self.paused_at is None:
+            self.pause_began = self.clock.mark()
 
     @guarded
     def end_pause(self) -> None:
@@ -427,7 +431,8 @@ class Observer:
             return
         pause = ("pause", self.pause_began, self.clock.mark())
         (self.pauses if self.step is None or self.step.end is not None else self.step.spans).append(pause)
-        self.pause_began = None
+        # An evaluation that began in the pause is a part of it.
+        self.pause_began = self.paused_at = None
 
     @guarded
     def note_batch(self, data: Any) -> None:
