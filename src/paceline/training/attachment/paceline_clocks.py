@@ -32,6 +32,9 @@ class HostClock:
     def elapsed_s(self, begin: float, end: float) -> float:
         return end - begin
 
+    def passed(self, mark: float) -> bool:
+        return True
+
     def reuse(self, steps: Iterable[Any]) -> None:
         """Numbers need no reuse."""
 
@@ -40,19 +43,19 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream of the model's device: device time, however far ahead the host has run.
+    """CUDA events on the current stream of a device: device time, however far ahead the host has run.
 
     Those of steps that were written are recorded again: to create an event costs about as much as to record it. Once
-    recorded, an event belongs to its device, and the device that is current may be another one.
+    recorded, an event belongs to its device, so a script's clock has one; without it, events are of the current device.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any = None) -> None:
         import torch
 
         self._create: Callable[[], Any] = functools.partial(torch.cuda.Event, enable_timing=True)
-        self._stream: Callable[[int], Any] = torch.cuda.current_stream
-        self._device: int = torch.cuda.current_device() if device.index is None else device.index
-        self.devices = frozenset({torch.device("cuda", self._device)})
+        self._stream: Callable[[int | None], Any] = torch.cuda.current_stream
+        self._device: int | None = None if device is None else device.index
+        self.devices = frozenset() if device is None else frozenset({device})
         self._free: list[Any] = []
 
     def mark(self) -> Any:
@@ -68,6 +71,9 @@ class CudaClock:
                 used[id(begin)], used[id(end)] = begin, end
             used.pop(id(step.end), None)
             self._free.extend(used.values())
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3
