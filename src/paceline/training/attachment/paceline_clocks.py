@@ -13,9 +13,10 @@ def marks_on(devices: Iterable[Any]) -> list[Any]:
     have passed."""
     import torch
 
+    create: Callable[[], Any] = torch.cuda.Event
     found = []
     for number in {device.index for device in devices if device.type == "cuda"}:
-        event = torch.cuda.Event()
+        event = create()
         event.record(torch.cuda.current_stream(number))
         found.append(event)
     return found
