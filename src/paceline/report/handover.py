@@ -127,7 +127,9 @@ def torchrun(winner: Winner) -> Files:
         words, files = script.rendered({**run, "repeat": 0}, ".")
         argv = list(words) if script.starts_ranks else [*start, *words]
     else:
-        argv = [*start, "-m", "paceline.workloads.worker", "RUN_DIR"]
+        # The training loop was Paceline's own; the user's script takes its place.
+        usage = 'if [ $# -eq 0 ]; then echo "usage: sh run.sh train.py [ARGUMENTS]" >&2; exit 2; fi\n'
+        return {"run.sh": f'#!/bin/sh\n{_comment(winner)}{usage}exec {shlex.join(start)} "$@"\n'}
     return {**files, "run.sh": f"#!/bin/sh\n{_comment(winner)}set -e\nexec {shlex.join(argv)}\n"}
 
 

@@ -195,3 +195,17 @@ def test_names_cannot_add_lines_to_a_file() -> None:
     for tool in ("torchrun", "accelerate", "torchtitan"):
         for text in files_for(tool, chosen).values():
             assert not any(line.startswith("exec evil") for line in text.splitlines())
+
+
+def test_torchrun_starts_a_script_with_the_ranks_of_our_own_loop(tmp_path: Path) -> None:
+    text = files_for("torchrun", Winner(recipe.fields(build_spec("ddp", 2)), "It won.", ("run-a",)))["run.sh"]
+    (tmp_path / "run.sh").write_text(text)
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+    def start(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["sh", "run.sh", *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    assert start("train.py", "two words").stdout == "--nproc-per-node 2 --nnodes 1 train.py two words\n"
+    assert start().returncode == 2

@@ -242,12 +242,12 @@ def world_size() -> int:
 # --- memory, wire and traces ---
 
 
-def memory_line(rank: int, device: str) -> dict[str, Any]:
+def memory_line(rank: int, device: Any) -> dict[str, Any]:
     """Peak memory of the process. The counters of torch are read, never reset: they belong to the script."""
     allocated = reserved = whole = None
-    if device == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        free, total = torch.cuda.mem_get_info()
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
         whole = total - free
     resident = None
     with contextlib.suppress(OSError):

@@ -83,6 +83,7 @@ class Observer:
         self.folder, self.options = Path(folder), options
         self.broken: str | None = None
         self.clock: Any = HostClock()
+        self.device: Any = torch.device("cpu")
         self.file: Any = None
         self.rank = 0
         self.root: Any = None
@@ -156,13 +157,13 @@ class Observer:
         if self.is_blind and not self.see_again():
             return
         self.unhook_model()
-        device = next(p for p in module.parameters() if p.requires_grad).device.type
+        device = next(p for p in module.parameters() if p.requires_grad).device
         self.use_clock_of(device)
         if self.step is not None and self.root is not None:
             # A smaller module was called first; what it was given is not the batch.
             self.step.batches.clear()
         self.root = module
-        self.facts |= {"size": size, "device": device}
+        self.facts |= {"size": size, "device": device.type}
         self.hook_model()
         self.wrap_methods()
         # The hooks of this call were collected before these were added.
@@ -180,11 +181,15 @@ class Observer:
         self.sources.clear()
         return True
 
-    def use_clock_of(self, device: str) -> None:
-        if device == "cuda" and isinstance(self.clock, HostClock):
-            self.clock, self.optimizer_began = CudaClock(), None
+    def use_clock_of(self, device: Any) -> None:
+        self.device = device
+        if device.type == "cuda" and isinstance(self.clock, HostClock):
+            # The two clocks have no common marks.
+            self.clock = CudaClock(device)
+            self.optimizer_began = self.paused_at = self.pause_began = None
             if self.step is not None:
                 self.step.begin = self.clock.mark()
+                self.step.spans.clear()
 
     def hook_model(self) -> None:
         self.handles = [
@@ -301,7 +306,11 @@ class Observer:
             return None
         if self.root is None or self.is_blind:
             self.begin_blindly(tensors)
-        return self.clock.mark() if self.step is not None else None
+        try:
+            return self.clock.mark() if self.step is not None else None
+        except Exception as error:
+            self.turn_off(error)
+            return None
 
     @guarded
     def begin_blindly(self, tensors: Any) -> None:
@@ -312,7 +321,7 @@ class Observer:
                 return
             self.is_blind = True
             self.facts["device"] = loss.device.type
-            self.use_clock_of(loss.device.type)
+            self.use_clock_of(loss.device)
             if self.early is not None:
                 self.root = facts.owner_of(self.early)
         if not self.is_tracked:
@@ -400,7 +409,9 @@ class Observer:
     def begin_tracked(self, tokens: int | None) -> None:
         self.close_step()
         self.is_tracked = True
-        self.last_end = None
+        # What happened between two marked steps is in neither of them: no wait for data, and no pause.
+        self.last_end = self.paused_at = self.pause_began = None
+        self.pauses = []
         self.open_step(self.clock.mark())
         if tokens is not None:
             self.tracked["tokens"] = int(tokens)
@@ -418,7 +429,9 @@ class Observer:
 
     @guarded
     def begin_pause(self) -> None:
-        self.pause_began = self.clock.mark()
+        # An evaluation lasts until the next forward pass that learns, so this pause is a part of it.
+        if self.paused_at is None:
+            self.pause_began = self.clock.mark()
 
     @guarded
     def end_pause(self) -> None:
@@ -427,7 +440,8 @@ class Observer:
             return
         pause = ("pause", self.pause_began, self.clock.mark())
         (self.pauses if self.step is None or self.step.end is not None else self.step.spans).append(pause)
-        self.pause_began = None
+        # An evaluation that began in the pause is a part of it.
+        self.pause_began = self.paused_at = None
 
     @guarded
     def note_batch(self, data: Any) -> None:
@@ -567,7 +581,7 @@ class Observer:
         if self.file is None:
             return
         self.readout.finish(self.clock)
-        self.write_line(facts.memory_line(self.rank, self.facts["device"]))
+        self.write_line(facts.memory_line(self.rank, self.device))
         is_known = self.root is not None and not self.facts.get("crash")
         final = weights.digests_of(self.root) if is_known else None
         self.write_facts(final_weights=final)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import paceline_digests as digests
+from paceline_clocks import marks_on
 
 # Steps that are fetched together, the longest that one waits for the next, and the most elements of copied rows.
 GROUP_STEPS = 32
@@ -96,7 +97,7 @@ class Group:
         self._homes = list(homes.values())
         joined = (each[0] if len(each) == 1 else torch.cat(each) for each in vectors.values())
         self._copies = [each.to("cpu", non_blocking=True) for each in joined]
-        self.copied = clock.mark()
+        self.copied = marks_on(clock.devices | {device for _, device in vectors})
 
     def arrive(self) -> None:
         """Put the numbers in their places."""
@@ -221,10 +222,11 @@ class Readout:
     def _write_arrived(self, clock: Any, everything: bool) -> None:
         while self.groups:
             group = self.groups[0]
-            if not clock.passed(group.copied):
-                if not everything and len(self.groups) <= GROUPS_AHEAD:
-                    return
-                group.copied.synchronize()
+            for mark in group.copied:
+                if not mark.query():
+                    if not everything and len(self.groups) <= GROUPS_AHEAD:
+                        return
+                    mark.synchronize()
             self.groups.popleft()
             group.arrive()
             self.write("".join(line_of(step, self.rank, clock) for step in group.steps))
