@@ -26,8 +26,9 @@ DOUBLING = "doubling"
 TUNING = {field.name for field in dataclasses.fields(Tuning)}
 # Fields that name something with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
-# Fields that are not part of a cell, so that they make no axis.
-SETTINGS = ("proof", "reference_steps", "timeout_s", "stall_s", "telemetry_hz", "max_restarts")
+# Fields that are not part of a cell, so that they make no axis. Limits of time may differ between equal cells, such as
+# those that `--set` makes equal: the first applies.
+SETTINGS = ("proof", "reference_steps", "telemetry_hz")
 # Fields that are mappings of fields.
 GROUPS = ("warmup", "proof")
 # The cells that `--benchmark` keeps, by what their workload declares.
