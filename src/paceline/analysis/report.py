@@ -279,7 +279,7 @@ def _finding(
     windows: Mapping[str, Window],
     replaced: bool = False,
 ) -> RunFinding:
-    """replaced: a reference in whose place a proof group stands."""
+    """replaced: a reference that a proof group replaces."""
     run = record.spec.run_id
     window = windows.get(run)
     status, reason = comparable.status_of(record, certificates.get(run))

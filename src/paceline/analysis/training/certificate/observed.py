@@ -125,7 +125,7 @@ class Standard:
     """What every run of one work is compared with. reference is None if none is usable; missing then says why.
 
     variants: re-seeded copies of the reference. group: all runs of the work. cells: by quantity and cell, the value at
-    each step after the reference, the median of the cell's launches. proof: stands in for a missing reference. kept:
+    each step after the reference, the median of the cell's launches. proof: replaces a missing reference. kept:
     what the checks of several runs, or several checks of one, have in common, filled as it is computed.
     """
 
