@@ -467,7 +467,7 @@ class Observer:
         return step
 
     def end_at_limit(self) -> None:
-        """End the script after as many steps as it was given."""
+        """End the script after the number of steps that was asked for."""
         if self.limit and self.readout.steps >= self.limit:
             self.end()
             raise SystemExit(0)

@@ -148,7 +148,7 @@ class Output:
 def run_command(argv: list[str], env: Mapping[str, str], reader: Reader) -> Output:
     """Run the command to its end. What it prints is passed on, and its steps are recorded while it runs.
 
-    It ends with this process. If this one is told to end, all processes that the command started are ended; if it is
+    It ends with this process. On SIGTERM to this one, all processes that the command started end; if it is
     killed, the command gets SIGTERM, which launchers such as torchrun pass on to their ranks.
     """
     lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
