@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 MORE = ("mesh:tp=2", "mesh:tp=2,sequence=false,loss_parallel=false", "mesh:cp=2,attention=ulysses")
 TWO = ("mesh:pp=2", "mesh:cp=2", *(MORE if EXHAUSTIVE else ()))
-SHARDED = ("mesh:shard=2,prefetch=2", "mesh:shard=4,reshard_to=2")
+SHARDED = ("mesh:shard=2,prefetch=2", "mesh:shard=4,reshard_to=2", "mesh:tp=2,shard=2,gather_once=true")
 FOUR = (*(SHARDED if EXHAUSTIVE else ()), "mesh:tp=2,shard=2", "ddp")
 EIGHT = ("mesh:tp=2,pp=2,shard=2",) if EXHAUSTIVE else ()
 # Each operation of a layout is many of Python: as few micro batches as tell a sum from its parts.

@@ -44,6 +44,7 @@ class Layout:
     layer. pp: ranks that share the layers, each with `virtual` stages. ep: how many of the dp x cp ranks share
     the experts of every layer. shard: how many of the dp x cp ranks share one copy of the weights; 1 replicates them.
     micro_batches: of a pipeline per step; None for the accumulation. split: layers of each stage; () for equal shares.
+    gather_once: sharded weights are gathered for the first micro batch of a step and kept until its last backward pass.
     """
 
     dp: int = 1
@@ -63,6 +64,7 @@ class Layout:
     reshard_after_forward: bool = True
     reshard_to: int = 0
     sync_every_micro_batch: bool = False
+    gather_once: bool = False
 
     @property
     def world_size(self) -> int:

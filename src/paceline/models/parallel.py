@@ -141,7 +141,7 @@ FORMULAS: Mapping[str, str] = {
     "cp": "ring: L * K,V * (4(n-1)b + 2n*4); ulysses: (n-1)/n * L * (4H + 4K)d * b per token",
     "ep": "4(n-1)/n * L * A * k with k experts per token, if all ranks get as many tokens",
     "shard": "(n-1)/n * E * (G * b * (2 for blocks, 1 for the rest) + r); with reshard_to, "
-    "that is the n of a block's second gather",
+    "that is the n of a block's second gather; in a pipeline and with gather_once, (n-1)/n * E * (b + r)",
     "replicate": "2(n-1)/n * E / shard * r",
 }
 
@@ -206,8 +206,8 @@ def _expert_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -
 
 def _shard_bytes(layout: Layout, training: Training, own: Held) -> float:
     b, r = DTYPE_BYTES[training.precision.base], DTYPE_BYTES[training.precision.reduce]
-    reshards = layout.reshard_after_forward and layout.pp == 1
-    gathers = training.accumulation if layout.pp == 1 else 1
+    reshards = layout.reshard_after_forward and not layout.gather_once
+    gathers = 1 if layout.gather_once else training.accumulation
     reductions = training.accumulation if layout.sync_every_micro_batch else 1
     dense, again = own.root + own.blocks, layout.reshard_to or (layout.shard if reshards else 1)
     # Blocks are gathered again for the backward pass, from as many ranks as they were resharded to.

@@ -16,7 +16,7 @@ _DEGREES = ("tp", "pp", "cp", "ep")
 def runnable(one: Setup) -> str | None:
     """Why Paceline cannot run this setup itself; None if it can."""
     split = next((f"{name}={getattr(one, name)}" for name in _DEGREES if getattr(one, name) > 1), None)
-    if split is not None and one.shard not in ("none", "zero3"):
+    if split is not None and one.shard not in ("none", "zero1", "zero3"):
         return f"Paceline has no {one.shard} together with {split}"
     whole = one.tp == 1 and not one.shape.experts and not one.has_adapters and not one.offload
     if one.fp8 and not (whole and one.shard in ("none", "zero3")):
@@ -35,7 +35,10 @@ def strategy(one: Setup) -> str:
     if all(getattr(one, name) == 1 for name in _DEGREES):
         return _STRATEGIES[one.shard]
     options = [f"{name}={n}" for name in _DEGREES if (n := getattr(one, name)) > 1]
-    options += [f"shard={one.dp * one.cp}"] if one.shard == "zero3" and one.dp * one.cp > 1 else []
+    if one.shard != "none" and one.dp * one.cp > 1:
+        options.append(f"shard={one.dp * one.cp}")
+        # A pipeline does so by itself. Once per step each weight is gathered and each gradient is reduced: ZeRO-1.
+        options += ["gather_once=true"] if one.shard == "zero1" and one.pp == 1 else []
     options += [f"schedule=interleaved-1f1b,virtual={one.stages}"] if one.stages > 1 else []
     return f"mesh:{','.join(options)}"
 

@@ -75,6 +75,8 @@ def test_blocks_are_gathered_again_from_as_many_ranks_as_they_were_resharded_to(
     for layout, again in ((Layout(), 3 / 4), (Layout(reshard_to=2), 1 / 2), (Layout(reshard_to=1), 0.0)):
         sent = parallel.sent_bytes(LLAMA, replace(layout, dp=4, shard=4), training, 0) or {}
         assert sent["shard"] == once + again * 2 * 4 * own.blocks
+    kept = parallel.sent_bytes(LLAMA, Layout(dp=4, shard=4, gather_once=True), training, 0) or {}
+    assert kept["shard"] == 3 / 4 * 4 * (1 + 1) * (own.root + own.blocks), "one gather for both micro batches"
 
 
 def test_state_of_the_rank_that_keeps_most() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import yaml
 
-from paceline.experiment import fields
+from paceline.experiment import expansion, fields, plugins
 from paceline.prediction import experiment_file, layouts, memory
 from paceline.prediction.choosing import Limits, Option, Timed, decide, halve, rivals, with_measured
 from paceline.prediction.predict import predict, setup_of
@@ -107,7 +107,31 @@ def test_an_experiment_file_is_valid() -> None:
     assert document["matrix"][0]["accumulation"] == [4]
     assert experiment_file.runnable(one) is None
     assert experiment_file.runnable(one.replaced(tp=2)) is None
-    assert "zero1 together with tp=2" in (experiment_file.runnable(one.replaced(tp=2, shard="zero1")) or "")
+    assert "zero2 together with tp=2" in (experiment_file.runnable(one.replaced(tp=2, shard="zero2")) or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "sequence", "batch"),
+    [("llama-70b", 64, 4096, 512), ("mixtral-8x7b", 16, 4096, 64), ("llama-8b", 16, 65_536, 16)],
+)
+def test_the_file_of_every_enumerated_layout_is_accepted(model: str, gpus: int, sequence: int, batch: int) -> None:
+    """ZeRO-1 beside tensor, pipeline and context parallelism included: what `choose` recommends can be run."""
+    base = setup_of(model, "h100", gpus, sequence_length=sequence, global_batch=batch)
+    enumerated = [one for one in layouts.enumerate_layouts(base, batch, 1, "full") if not one.offload]
+    assert {one.shard for one in enumerated if one.tp > 1} == {"none", "zero1", "zero3"}
+    for one in enumerated:
+        assert experiment_file.runnable(one) is None, one.layout
+        written = fields.Experiment(**experiment_file.document(model, [one], "chosen", 20))
+        for spec in expansion.expand(written, {}, "cuda"):
+            assert spec.strategy is not None
+            assert plugins.load("strategies", spec.strategy.name).check(spec) is None, (one.layout, spec.strategy)
+
+
+def test_zero1_of_a_layout_gathers_weights_once_per_step() -> None:
+    one = setup_of("llama-8b", "h200", 8, tp=2, shard="zero1", micro_batch=1, global_batch=16)
+    assert experiment_file.strategy(one) == "mesh:tp=2,shard=4,gather_once=true"
+    assert experiment_file.strategy(one.replaced(tp=1, pp=2)) == "mesh:pp=2,shard=4"
+    assert experiment_file.strategy(one.replaced(shard="zero3")) == "mesh:tp=2,shard=4"
 
 
 def test_what_was_measured_replaces_what_was_predicted(ranked: layouts.Ranked) -> None:

@@ -41,7 +41,7 @@ class Options:
     async_tp overlaps the exchanges with products. Pipeline: schedule, virtual stages per rank and micro_batches per
     step (0: the schedule's number, and the accumulation), layers of each stage as in 5+3 (default: equal shares).
     Context: attention is ring or ulysses. FSDP2: prefetch blocks, reshard_after_forward, reshard_to a smaller group,
-    offload to the CPU, sync_every_micro_batch.
+    gather_once per step, offload to the CPU, sync_every_micro_batch.
     """
 
     dp: int = 0
@@ -61,6 +61,7 @@ class Options:
     prefetch: int = 1
     reshard_after_forward: bool = True
     reshard_to: int = 0
+    gather_once: bool = False
     offload: bool = False
     sync_every_micro_batch: bool = False
 
@@ -117,6 +118,8 @@ def layout(options: Mapping[str, Any], world_size: int) -> Layout:
         reshard_after_forward=chosen.reshard_after_forward,
         reshard_to=chosen.reshard_to,
         sync_every_micro_batch=chosen.sync_every_micro_batch,
+        # torch's schedules keep the weights of a stage from its first forward to its last backward pass.
+        gather_once=chosen.gather_once or pipelined,
     )
 
 
@@ -165,6 +168,12 @@ def _unsharded(degrees: Layout, chosen: Options) -> str | None:
         return f"shard {degrees.shard} does not divide dp {degrees.dp} x cp {degrees.cp} = {degrees.data_ranks}"
     if chosen.reshard_to and (degrees.shard % chosen.reshard_to or degrees.pp > 1):
         return f"reshard_to {chosen.reshard_to} needs to divide shard {degrees.shard}, without a pipeline"
+    if chosen.gather_once and (degrees.shard == 1 or chosen.reshard_to):
+        got = f"shard={degrees.shard}, reshard_to={chosen.reshard_to}"
+        return f"gather_once keeps gathered weights for a whole step: it needs shard > 1 without reshard_to, got {got}"
+    if degrees.pp > 1 and (chosen.gather_once or chosen.sync_every_micro_batch):
+        name = "gather_once" if chosen.gather_once else "sync_every_micro_batch"
+        return f"a pipeline gathers weights and reduces gradients once per step; leave out {name}, or set pp=1"
     if chosen.offload and degrees.data_ranks == 1:
         return "offload is an option of FSDP2, which needs dp x cp > 1"
     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -80,14 +80,48 @@ def rehearse(question: Question) -> Answer:
     offloads = hasattr(plugin, "offloads") and plugin.offloads(spec.strategy.options)
     if offloads and spec.topology.device == "cuda":
         raise UnsupportedError("memory is not predicted where weights or optimizer state are offloaded")
-    ranks = unlike_ranks(spec)
-    if len(ranks) == 1:
-        return _rehearse(question, ranks[0])
+    ranks, counts = unlike_ranks(spec), rehearsed_counts(question)
+    first, *others = [(_with_count(question, count), rank) for rank in ranks for count in counts]
     # Each in a process of its own: torch keeps what it derived for the tensors of one rank.
-    with ProcessPoolExecutor(1, mp_context=get_context("fork"), initializer=end_with_parent) as pool:
-        others = [pool.submit(_rehearse, question, rank) for rank in ranks[1:]]
-        answers = [_rehearse(question, ranks[0]), *(future.result() for future in others)]
-    return max(answers, key=lambda answer: _known(answer.components["peak"]))
+    pools = [ProcessPoolExecutor(1, mp_context=get_context("fork"), initializer=end_with_parent) for _ in others]
+    with contextlib.ExitStack() as stack:
+        futures = [stack.enter_context(pool).submit(_rehearse, *one) for pool, one in zip(pools, others, strict=True)]
+        answers = [_rehearse(*first), *(future.result() for future in futures)]
+    found = [_at_count(answers[i : i + len(counts)], counts, spec) for i in range(0, len(answers), len(counts))]
+    return max(found, key=lambda answer: _known(answer.components["peak"]))
+
+
+def rehearsed_counts(question: Question) -> tuple[int, ...]:
+    """Micro batches per step to rehearse: the spec's, or two smaller numbers from which those are extrapolated.
+
+    At most the micro batches of two rounds of a pipeline are in flight. Each that is added to more than these adds the
+    same: the buffers in which its activations and their gradients arrive, which torch keeps for every micro batch.
+    """
+    layout, count = layout_of(question.spec), question.spec.training.accumulation
+    plain = question.capacity_bytes is None and not question.falling and not layout.micro_batches
+    few, more = 2 * layout.pp, 3 * layout.pp
+    return (few, more) if plain and layout.pp > 1 and count > few + more else (count,)
+
+
+def _with_count(question: Question, count: int) -> Question:
+    spec = question.spec
+    return replace(question, spec=replace(spec, training=replace(spec.training, accumulation=count)))
+
+
+def _at_count(answers: Sequence[Answer], counts: Sequence[int], spec: RunSpec) -> Answer:
+    """The answer for the spec's own number of micro batches, on the line through two others."""
+    if len(answers) == 1:
+        return answers[0]
+    (low, high), (few, more) = (answer.components for answer in answers), counts
+
+    def size(name: str) -> int | None:
+        before, after = low[name], high[name]
+        if before is None or after is None:
+            return None
+        return after + (after - before) * (spec.training.accumulation - more) // (more - few)
+
+    found = {name: size(name) for name in high}
+    return Answer(found, {spec.training.micro_batch: _known(found["peak"])})
 
 
 def unlike_ranks(spec: RunSpec) -> tuple[int, ...]:
@@ -138,6 +172,8 @@ class Stage:
         self.workspace_bytes = workspace_bytes
         self.ledger = FakeLedger(on_gpu=self.on_gpu)
         self.trainer: Trainer | None = None
+        # Of the last step: sequences of a micro batch, and their length.
+        self.batch = (spec.training.micro_batch if layout_of(spec).pp > 1 else 1, spec.training.sequence_length)
 
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
@@ -158,7 +194,7 @@ class Stage:
                 stack.enter_context(context)
             self.trainer = load("strategies", self.spec.strategy.name).wrap(self.spec, seat)
             for _ in range(STEPS_BEFORE):
-                self._run(self.trainer, 1, self.spec.training.sequence_length)
+                self._run(self.trainer, *self.batch)
             yield
 
     def step(self, micro_batch: int, sequence_length: int | None = None) -> dict[str, int | None]:
@@ -169,12 +205,13 @@ class Stage:
         def read(moment: str) -> None:
             moments[moment] = self.ledger.live_bytes + self.workspace_bytes
 
-        length = sequence_length or self.spec.training.sequence_length
-        if layout_of(self.spec).pp > 1:
+        batch = (micro_batch, sequence_length or self.spec.training.sequence_length)
+        if layout_of(self.spec).pp > 1 and batch != self.batch:
             # A pipeline makes its buffers for messages in the first step of a batch size, and keeps them.
-            self._run(self.trainer, micro_batch, length)
+            self._run(self.trainer, *batch)
+        self.batch = batch
         traced = TracedTrainer(self.trainer, 0, read, self.ledger.reset_peak)
-        self._run(traced, micro_batch, length)
+        self._run(traced, *batch)
         return components(moments, self.ledger.peak_bytes + self.workspace_bytes, traced.held)
 
     def _run(self, trainer: Trainer, micro_batch: int, sequence_length: int) -> None:

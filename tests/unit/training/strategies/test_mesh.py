@@ -29,6 +29,7 @@ FEW = (
     "mesh:pp=2,schedule=zbv",
     "mesh:shard=2,offload=true",
     "mesh:shard=2,reshard_after_forward=false,sync_every_micro_batch=true",
+    "mesh:shard=2,gather_once=true",
 )
 MORE = tuple(f"mesh:pp=2,schedule={name}" for name in ("gpipe", "looped-bfs", "interleaved-zero-bubble", "dualpipev"))
 TWO_RANKS = (*FEW, *MORE) if EXHAUSTIVE else FEW

@@ -21,7 +21,7 @@ from paceline.models import arithmetic
 pytest.importorskip("torch")
 
 from paceline.workloads import memory
-from paceline.workloads.memory.rehearsal import Answer, Question, rehearse
+from paceline.workloads.memory.rehearsal import Answer, Question, rehearse, rehearsed_counts
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,9 @@ CASES: dict[str, Question] = {
     "tensor": Question(spec("mesh:tp=2", 2)),
     "context": Question(spec("mesh:cp=2", 2)),
     "pipeline": Question(spec("mesh:pp=2", 2, "tiny", accumulation=2)),
+    "many": Question(spec("mesh:pp=2", 2, "tiny", accumulation=12)),
+    # What is asked beside the components is rehearsed with all micro batches.
+    "all of many": Question(spec("mesh:pp=2", 2, "tiny", accumulation=12), falling=((1, 64),), goal_bytes=1 << 40),
     "search": Question(spec(), capacity_bytes=20 << 20, most=512),
 }
 
@@ -133,6 +136,13 @@ def test_layouts_split_what_they_say(answers: dict[str, Answer]) -> None:
     # FSDP2 keeps a gathered copy of the weights from the forward pass on.
     own = (context["activations"] or 0) - whole
     assert 0.45 < own / (single["activations"] or 1) < 0.65
+
+
+def test_a_pipeline_of_many_micro_batches_is_extrapolated_exactly(answers: dict[str, Answer]) -> None:
+    assert rehearsed_counts(CASES["many"]) == (4, 6)
+    assert rehearsed_counts(CASES["all of many"]) == (12,)
+    assert answers["many"].components == answers["all of many"].components
+    assert answers["many"].components != answers["pipeline"].components
 
 
 @pytest.mark.exhaustive

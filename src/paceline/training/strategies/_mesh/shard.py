@@ -22,7 +22,7 @@ def apply(
     from paceline.training.strategies.fsdp2 import mixed_precision
 
     ranks = mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"]
-    keeps = layout.pp > 1 or layout.shard == 1 or not layout.reshard_after_forward
+    keeps = layout.gather_once or layout.shard == 1 or not layout.reshard_after_forward
     reshard: bool | int = reshard_to or not keeps
     # Pinned memory needs a GPU.
     policy = CPUOffloadPolicy(pin_memory=spec.topology.device == "cuda") if offload else OffloadPolicy()

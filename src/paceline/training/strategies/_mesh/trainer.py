@@ -213,6 +213,7 @@ class MeshTrainer(TorchTrainer):
         if self.layout.data_ranks > 1 and self.layout.pp == 1:
             stage: Any = self.stages[0][1]
             stage.set_requires_gradient_sync(last or self.layout.sync_every_micro_batch)
+            stage.set_reshard_after_backward(last or not self.layout.gather_once)
 
     # --- update ---
 
