@@ -107,6 +107,11 @@ def accelerator(name: str, where: str = "--gpu") -> Accelerator:
     return found
 
 
+def interconnects() -> tuple[str, ...]:
+    """The links and networks that have a name."""
+    return (*_data()["links"], *_data()["networks"])
+
+
 def network(text: str) -> tuple[float | None, float | None]:
     """(link, node) bytes per second that an interconnect's name states; None for what it does not say.
 

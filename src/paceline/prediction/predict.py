@@ -233,15 +233,18 @@ def parse_layout(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     accepted = "dp=N,tp=N,pp=N,cp=N,ep=N,vp=N, one of ddp, zero1, zero2, zero3 (fsdp), hybrid, and offload"
     for piece in filter(None, (one.strip().casefold() for one in text.split(","))):
-        name, equals, value = piece.partition("=")
-        if equals and name in ("dp", "tp", "pp", "cp", "ep", "vp", "mb") and value.isdigit() and int(value) > 0:
-            found[name] = int(value)
+        name, equals, number = piece.partition("=")
+        value: int | str | bool
+        if equals and name in ("dp", "tp", "pp", "cp", "ep", "vp", "mb") and number.isdigit() and int(number) > 0:
+            value = int(number)
         elif not equals and name in (*SHARDS, "ddp", "fsdp", "fsdp2"):
-            found["shard"] = {"ddp": "none", "fsdp": "zero3", "fsdp2": "zero3"}.get(name, name)
+            name, value = "shard", {"ddp": "none", "fsdp": "zero3", "fsdp2": "zero3"}.get(name, name)
         elif piece == "offload":
-            found["offload"] = True
+            value = True
         else:
             raise RequestError(f"--layout: got {piece!r}, expected {accepted}.")
+        once = "one kind of sharding" if name == "shard" else f"one value of {name}"
+        require(found.setdefault(name, value) == value, "--layout", text, once)
     return found
 
 
@@ -276,28 +279,18 @@ def setup_of(
         require(count is None or count >= 1, option, count, "a whole number from 1")
     kinds = ("none", "selective", "full")
     require(checkpointing in (None, *kinds), "--checkpointing", checkpointing, ", ".join(kinds))
-    product = tp * pp * cp
-    require(gpus % product == 0, "--layout", f"tp={tp} x pp={pp} x cp={cp}", f"a product that divides {gpus} GPUs")
-    ranks = gpus // product
-    require(
-        dp is None or dp == ranks, "--layout", f"dp={dp}", f"dp={ranks}, which is {gpus} / (tp={tp} pp={pp} cp={cp})"
-    )
-    require(shape.layers % pp == 0, "--layout", f"pp={pp}", f"a divisor of the {shape.layers} layers")
-    require(shape.heads % tp == 0, "--layout", f"tp={tp}", f"a divisor of the {shape.heads} heads")
-    if ep > 1:
-        require(bool(shape.experts), "--layout", f"ep={ep}", f"no ep: {shape.name} has no experts")
-        require((shape.experts or 0) % ep == 0, "--layout", f"ep={ep}", f"a divisor of the {shape.experts} experts")
-        require(ranks * cp % ep == 0, "--layout", f"ep={ep}", f"a divisor of dp={ranks} x cp={cp}")
-        require(method == "full" and not offload, "--layout", f"ep={ep}", "no ep with adapters or offload")
     require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
     has_fp8 = device.fp8_flops > device.flops
     require(precision != "fp8" or has_fp8, "--precision", "fp8", f"bf16 or fp16: {device.gpu} has no 8-bit products")
     require(method in METHODS, "--method", method, ", ".join(METHODS))
+    require(ep == 1 or (method == "full" and not offload), "--layout", f"ep={ep}", "no ep with adapters or offload")
+    ranks = _data_ranks(shape, gpus, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, vp=vp)
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
     # Adapters are trained by other programs than whole models.
     program, default_shard = published.software("peft" if software == "generic" and method != "full" else software)
     link, node = hardware.network(interconnect)
-    require(not interconnect or (link or node) is not None, "--interconnect", interconnect, "a link or network by name")
+    known = f"{', '.join(hardware.interconnects())}, two joined by +, or a rate such as 8x400Gbps"
+    require(not interconnect or (link or node) is not None, "--interconnect", interconnect, known)
     # What a user did not ask for must not be refused: the default is a multiple of the ranks.
     batch = global_batch or (ranks * max(math.ceil(DEFAULT_BATCH / ranks), 1) if method == "full" else 4 * ranks)
     require(batch % ranks == 0, "--global-batch", batch, f"a multiple of dp={ranks}")
@@ -331,6 +324,23 @@ def setup_of(
     if ranks == 1 and cp == 1:
         shards = ("none",)
     return _completed(base, shards, checkpointing, micro_batch or mb, per_rank)
+
+
+def _data_ranks(shape: Shape, gpus: int, *, dp: int | None, tp: int, pp: int, cp: int, ep: int, vp: int) -> int:
+    """The data-parallel ranks of a layout that the model and the number of GPUs allow."""
+    split = tp * pp * cp
+    factors = " x ".join(f"{name}={n}" for name, n in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp)) if n)
+    right = f"a product of {gpus}, the number of GPUs" if dp else f"a product that divides {gpus} GPUs"
+    require(gpus % split == 0 and dp in (None, gpus // split), "--layout", f"{factors} = {(dp or 1) * split}", right)
+    require(shape.layers % (pp * vp) == 0, "--layout", f"pp={pp},vp={vp}", f"stages that divide {shape.layers} layers")
+    require(vp == 1 or pp > 1, "--layout", f"vp={vp} without pp", "virtual stages of a pipeline: pp=2 or more")
+    require(shape.heads % tp == 0, "--layout", f"tp={tp}", f"a divisor of the {shape.heads} heads")
+    ranks = gpus // split
+    if ep > 1:
+        require(bool(shape.experts), "--layout", f"ep={ep}", f"no ep: {shape.name} has no experts")
+        require((shape.experts or 0) % ep == 0, "--layout", f"ep={ep}", f"a divisor of the {shape.experts} experts")
+        require(ranks * cp % ep == 0, "--layout", f"ep={ep}", f"a divisor of dp={ranks} x cp={cp}")
+    return ranks
 
 
 def adapters_of(shape: Shape, method: str) -> int | None:

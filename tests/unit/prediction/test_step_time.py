@@ -175,8 +175,22 @@ def test_layouts_are_read_and_refused() -> None:
     for text in ("dp", "tp=0", "xp=2", "dp=x"):
         with pytest.raises(Exception, match="--layout: got"):
             parse_layout(text)
-    with pytest.raises(Exception, match="expected dp=32"):
+    with pytest.raises(Exception, match="got 'dp=16 x tp=2 x pp=1 x cp=1 = 32', expected a product of 64"):
         setup_of("llama-8b", "h100", 64, tp=2, dp=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("tp=8,tp=2", "one value of tp"),
+        ("zero1,zero3", "one kind of sharding"),
+        ("pp=4,vp=3", "stages that divide 32 layers"),
+        ("vp=2", "virtual stages of a pipeline"),
+    ],
+)
+def test_degrees_that_contradict_each_other_are_refused(text: str, wanted: str) -> None:
+    with pytest.raises(Exception, match=wanted):
+        setup_of("llama-8b", "h100", 8, **parse_layout(text))
 
 
 @pytest.mark.parametrize(
