@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.overview import OK
+from paceline.cli.overview import OK, SOME_FAILED
 from paceline.cli.predictions import (
     MOST_LAYOUTS,
     add_question,
@@ -72,15 +72,16 @@ def choose(arguments: argparse.Namespace) -> int:
         decision, halved = _measure(arguments, known, decision)
     decision, memory = _rehearsed(arguments, decision)
     files = _write_files(arguments, decision, measured=halved is not None and halved.best is not None)
+    code = OK if decision.best is not None else SOME_FAILED
     if arguments.json:
         print(json.dumps(choices.to_dict(decision, predicted, halved, files, memory), indent=2))
-        return OK
+        return code
     screen = console()
     for table in choices.tables(decision):
         screen.print(Fitted(table))
     for line in (*choices.lines(decision, predicted, halved, files), *memory):
         print_hanging(screen, line, 2)
-    return OK
+    return code
 
 
 def _rehearsed(arguments: argparse.Namespace, decision: Decision) -> tuple[Decision, list[str]]:
