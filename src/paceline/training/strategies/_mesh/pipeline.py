@@ -28,14 +28,15 @@ def schedule_of(
 
     Losses are already divided, so torch must not scale the gradients again.
     """
-    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+    from paceline.training.strategies._mesh.pipeline_stage import LeanStage
 
     parts = []
     for index, stage in stages:
         given, made = examples(stage)
         parts.append(
-            PipelineStage(
+            LeanStage(
                 stage, index, layout.stages, torch.device(device), input_args=given, output_args=made, group=group
             )
         )
