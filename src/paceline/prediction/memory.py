@@ -15,7 +15,7 @@ from paceline.prediction.setup import Setup
 COMPONENTS = ("weights", "gradients", "optimizer", "gathered weights", "activations", "logits")
 # Left for the CUDA context, NCCL buffers and fragmentation.
 USABLE_RATIO = 0.9
-# A pipeline keeps the activations of as many micro batches as it has stages; FSDP gathers one layer ahead.
+# FSDP gathers one layer ahead.
 _LIVE_BLOCKS = 2
 # Per token and vocabulary entry: logits and their gradient, each in 16 bits and in fp32.
 _LOGIT_BYTES = 12
@@ -82,10 +82,21 @@ def activations(one: Setup) -> float:
     whole = size * tokens * (4 * shape.hidden / split + (joined + shape.heads * shape.head_dim + wide) / one.tp)
     if not one.software.fused_attention and one.checkpointing != "attention":
         whole += 5 * tokens * one.sequence_length * shape.heads / one.tp
-    layers, flight = shape.layers / one.pp, min(one.pp, one.micro_batches)
+    layers = shape.layers / (one.pp * one.stages) * _in_flight(one)
     if one.checkpointing == "full":
-        return float(size * tokens * shape.hidden / split * layers * flight + whole)
-    return float(whole * layers * flight * (_SELECTIVE if one.checkpointing == "selective" else 1))
+        return float(size * tokens * shape.hidden / split * layers + whole)
+    return float(whole * layers * (_SELECTIVE if one.checkpointing == "selective" else 1))
+
+
+def _in_flight(one: Setup) -> float:
+    """Micro batches, one for each virtual stage they went through, that the first rank of a pipeline keeps at once.
+
+    1F1B starts a backward pass after as many as it has stages. Interleaved, twice as many warm up the last virtual
+    stage, and every other one has seen a full round.
+    """
+    if one.stages == 1:
+        return min(one.pp, one.micro_batches)
+    return min(2 * (one.pp - 1) + (one.stages - 1) * one.pp + 1, one.micro_batches * one.stages)
 
 
 def host_bytes(one: Setup) -> float:

@@ -8,8 +8,6 @@ are stored in the compute dtype or in 4 bit, adapters in fp32, and autocast mult
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from paceline.errors import MissingPackageError, UnsupportedError
+from paceline.errors import UnsupportedError
 from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
@@ -34,7 +32,8 @@ from paceline.training.decoder import (
     initial_values,
     rounded,
 )
-from paceline.training.mixture import Mixture, recomputes
+from paceline.training.frozen_4bit import GroupedProduct4bit, package, product_4bit
+from paceline.training.mixture import Experts, Mixture, Router, recomputes
 from paceline.training.nf4 import has_kernel
 
 PROJECTIONS = {
@@ -240,14 +239,6 @@ def _replace_mixtures(model: Any, shape: Shape) -> None:
         block.mlp = mixture
 
 
-def package(name: str, needed_by: str) -> Any:
-    """Import an optional package; if it is missing, the error says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingPackageError(error.name or name, needed_by, "'paceline[finetune]'") from None
-
-
 def _seeded_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
     """A model of the named shape on the meta device, and its values."""
     shape, compute = load_shape(spec.model), spec.training.precision.base
@@ -326,54 +317,19 @@ def _fill(model: Any, values: Values, tuning: Tuning, dtype: torch.dtype) -> Non
     """Give every parameter its value in its final dtype, one at a time."""
     for path, module in list(model.named_modules()):
         inside = path.startswith("model.layers.")
-        if tuning.method == "qlora" and inside and isinstance(module, nn.Linear):
-            model.set_submodule(path, _quantised(module, path, values, dtype))
+        # A router chooses in the compute dtype: its weight is small, and its choices are part of the work.
+        is_product = isinstance(module, nn.Linear) and not isinstance(module, Router)
+        if tuning.method == "qlora" and inside and is_product:
+            bias = None if module.bias is None else values(f"{path}.bias", module.bias)
+            model.set_submodule(path, product_4bit(values(f"{path}.weight", module.weight), bias, dtype))
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
             value = values(f"{path}.{key}", parameter)
-            setattr(module, key, nn.Parameter(value, requires_grad=not tuning.has_adapters))
-
-
-def _quantised(linear: nn.Linear, path: str, values: Values, dtype: torch.dtype) -> nn.Module:
-    """The layer with its weight in NF4 (blocks of 64), its scales quantised to 8 bit (blocks of 256)."""
-    module = _product_4bit()(linear.in_features, linear.out_features, linear.bias is not None, dtype)
-    weight = values(f"{path}.weight", linear.weight)
-    module.hold(weight)
-    if linear.bias is not None:
-        module.bias = nn.Parameter(values(f"{path}.bias", linear.bias), requires_grad=False)
-    return module  # type: ignore[no-any-return]
-
-
-def codes_of(stored: Tensor) -> Tensor:
-    """The 4-bit codes as bitsandbytes packs them: a column of bytes with two codes each."""
-    return stored.view(torch.uint8).view(-1, 1)
-
-
-@functools.cache
-def _product_4bit() -> Any:
-    """The class of 4-bit layers; needs bitsandbytes."""
-    bnb = package("bitsandbytes", "the method qlora")
-
-    class Product4bit(bnb.nn.Linear4bit):  # type: ignore[misc, name-defined]
-        """bitsandbytes' layer that stores its scales itself, because sharding strategies replace the weight by a plain
-        tensor without them."""
-
-        def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
-            super().__init__(inputs, outputs, bias, dtype, True, "nf4", torch.uint8, "meta")
-
-        def hold(self, weight: Tensor) -> None:
-            packed, self.quant_state = bnb.functional.quantize_4bit(
-                weight, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8
-            )
-            self.weight = bnb.nn.Params4bit(
-                packed, requires_grad=False, quant_state=self.quant_state, quant_type="nf4", bnb_quantized=True
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            codes = self.weight if self.weight.dtype == torch.uint8 else codes_of(self.weight)
-            return bnb.matmul_4bit(x.to(self.compute_dtype), codes, self.quant_state, bias=self.bias)  # type: ignore[no-any-return]
-
-    return Product4bit
+            if tuning.method == "qlora" and isinstance(module, Experts):
+                delattr(module, key)
+                setattr(module, key, GroupedProduct4bit(value))
+            else:
+                setattr(module, key, nn.Parameter(value, requires_grad=not tuning.has_adapters))
 
 
 @torch.no_grad()

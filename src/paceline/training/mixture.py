@@ -41,13 +41,20 @@ class Experts(nn.Module):
         """rows: sorted by expert, of which `counts` has the numbers."""
         if self.tally is not None and not recomputes():
             self.tally += counts
-        inner = grouped_product(rows, local(self.inputs).to(rows.dtype), counts)
+        inner = self.product(self.inputs, rows, counts)
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = F.silu(gate) * up
         else:
             inner = F.gelu(inner, approximate="tanh")
-        return grouped_product(inner, local(self.output).to(rows.dtype), counts)
+        return self.product(self.output, inner, counts)
+
+    @staticmethod
+    def product(weights: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        """The rows of each expert times its weight; a module in the place of the weights computes it itself."""
+        if isinstance(weights, nn.Module):
+            return weights(rows, counts)  # type: ignore[no-any-return]
+        return grouped_product(rows, local(weights).to(rows.dtype), counts)
 
 
 class Router(nn.Linear):

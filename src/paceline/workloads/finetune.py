@@ -37,8 +37,6 @@ def check(spec: RunSpec) -> str | None:
 
 
 def _unsupported_mixture(spec: RunSpec, tuning: Tuning) -> str | None:
-    if tuning.method == "qlora":
-        return f"the weights of all experts are one tensor, which qlora does not quantise; use lora for {spec.model}"
     inside = [target for target in tuning.targets.split("+") if target in ("gate", "up", "down")]
     if tuning.has_adapters and inside:
         return f"experts have no adapters: got the targets {tuning.targets}, expected some of q+k+v+o for {spec.model}"

@@ -20,7 +20,8 @@ from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.models.shape import Shape
 from paceline.serving.replica.settings import Settings
 from paceline.training.decoder import DTYPES, initial_values
-from paceline.training.finetuned import architecture, package
+from paceline.training.finetuned import architecture
+from paceline.training.frozen_4bit import package
 
 # transformers' name for a split -> the dimension of the weight that is split (0: outputs, 1: inputs).
 SIDES = {"colwise": 0, "rowwise": 1}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.experiment.spec import RunSpec
 from paceline.training.decoder import DTYPES
-from paceline.training.finetuned import package
+from paceline.training.frozen_4bit import package
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "8bit"}
 BETAS = (0.9, 0.999)

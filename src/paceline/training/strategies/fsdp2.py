@@ -164,7 +164,7 @@ def place_shards(decoder: Decoder, spec: RunSpec, seat: Seat) -> None:
 
 def full_parameters(subject: Subject, codes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
     """Whole weights by name. `codes` names the 4-bit weights, which are returned as bitsandbytes packs them."""
-    from paceline.training.finetuned import codes_of
+    from paceline.training.frozen_4bit import codes_of
     from paceline.training.strategies._torch import scales_of
 
     for name, parameter in subject.named_parameters():
