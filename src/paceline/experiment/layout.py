@@ -22,6 +22,8 @@ SCHEDULES: Mapping[str, tuple[str, int, bool]] = {
 }
 # Schedules that compute gradients of inputs and of weights apart.
 SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
+# Schedules that run the forward passes of all micro batches before the first backward pass.
+FORWARD_FIRST = ("gpipe", "looped-bfs")
 
 # Dimensions of a layout in words.
 DIMENSIONS: Mapping[str, str] = {

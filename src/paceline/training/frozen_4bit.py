@@ -61,7 +61,12 @@ class GroupedProduct4bit(nn.Module):
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()
+        self.shape = weights.shape
         self.weight, self.quant_state = _stored(weights)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device  # type: ignore[no-any-return]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         return _FrozenProduct.apply(rows, counts, codes_of(self.weight), self.quant_state)  # type: ignore[no-untyped-call, no-any-return]

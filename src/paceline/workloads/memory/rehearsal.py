@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import paceline.training.decoder
 from paceline.contract import Seat, Trainer
 from paceline.errors import UnsupportedError
-from paceline.experiment.layout import declared_layout, layout_of
+from paceline.experiment.layout import FORWARD_FIRST, declared_layout, layout_of
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
@@ -92,15 +92,16 @@ def rehearse(question: Question) -> Answer:
 
 
 def rehearsed_counts(question: Question) -> tuple[int, ...]:
-    """Micro batches per step to rehearse: the spec's, or two smaller numbers from which those are extrapolated.
+    """Micro batches per step to rehearse: the spec's, or fewer.
 
-    At most the micro batches of two rounds of a pipeline are in flight. Each that is added to more than these adds the
-    same: the buffers in which its activations and their gradients arrive, which torch keeps for every micro batch.
+    Most schedules keep at most what three rounds of a pipeline bring, and of every further micro batch its token ids.
+    Those that run all forward passes first keep as much for each: two numbers show how much.
     """
     layout, count = layout_of(question.spec), question.spec.training.accumulation
     plain = question.capacity_bytes is None and not question.falling and not layout.micro_batches
-    few, more = 2 * layout.pp, 3 * layout.pp
-    return (few, more) if plain and layout.pp > 1 and count > few + more else (count,)
+    rounds = (2, 3) if layout.schedule in FORWARD_FIRST else (3,)
+    fewer = tuple(n * layout.pp for n in rounds)
+    return fewer if plain and layout.pp > 1 and count > sum(fewer) else (count,)
 
 
 def _with_count(question: Question, count: int) -> Question:
@@ -109,7 +110,7 @@ def _with_count(question: Question, count: int) -> Question:
 
 
 def _at_count(answers: Sequence[Answer], counts: Sequence[int], spec: RunSpec) -> Answer:
-    """The answer for the spec's own number of micro batches, on the line through two others."""
+    """The answer for the spec's own number of micro batches: the only one, or on the line through two others."""
     if len(answers) == 1:
         return answers[0]
     (low, high), (few, more) = (answer.components for answer in answers), counts
