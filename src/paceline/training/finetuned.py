@@ -80,7 +80,10 @@ class Tuned(nn.Module):
         # Read now: a strategy may replace weights by shards.
         names = {dtype: name for name, dtype in DTYPES.items()}
         trainable = {names[p.dtype] for p in self.parameters() if p.requires_grad}
-        frozen = {names.get(p.dtype, "nf4") for p in self.blocks.parameters() if p.dim() > 1 and not p.requires_grad}
+        # A router's weight is small and never in 4 bit.
+        products = [part for part in self.blocks.modules() if not isinstance(part, Router)]
+        weights = [p for part in products for p in part.parameters(recurse=False) if p.dim() > 1]
+        frozen = {names.get(p.dtype, "nf4") for p in weights if not p.requires_grad}
         self.dtypes = {
             "parameters": "+".join(sorted(trainable)),
             "frozen_weights": "+".join(sorted(frozen)) or "none",

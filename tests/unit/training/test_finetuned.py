@@ -119,6 +119,7 @@ def test_a_mixture_in_4_bit_keeps_its_routers() -> None:
     codes = {n: p for n, p in module.named_parameters() if ".experts." in n}
     assert sum(p.numel() for p in codes.values()) * 2 == shape.layers * shape.experts * 3 * shape.hidden * shape.ffn
     assert {p.dtype for p in codes.values()} == {torch.uint8}
+    assert module.dtypes["frozen_weights"] == "nf4"
     routers = [p for n, p in module.named_parameters() if ".router." in n]
     assert [(tuple(p.shape), p.dtype) for p in routers] == [((shape.experts, shape.hidden), torch.bfloat16)] * 2
 
