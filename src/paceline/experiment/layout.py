@@ -22,8 +22,9 @@ SCHEDULES: Mapping[str, tuple[str, int, bool]] = {
 }
 # Schedules that compute gradients of inputs and of weights apart.
 SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
-# Schedules that run the forward passes of all micro batches before the first backward pass.
-FORWARD_FIRST = ("gpipe", "looped-bfs")
+# Schedules that keep something for every micro batch of a step: all activations where the forward passes of all come
+# first, and one tensor that is received early.
+KEEP_FOR_EVERY = ("gpipe", "looped-bfs", "dualpipev")
 
 # Dimensions of a layout in words.
 DIMENSIONS: Mapping[str, str] = {

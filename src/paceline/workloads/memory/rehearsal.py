@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import paceline.training.decoder
 from paceline.contract import Seat, Trainer
 from paceline.errors import UnsupportedError
-from paceline.experiment.layout import FORWARD_FIRST, declared_layout, layout_of
+from paceline.experiment.layout import KEEP_FOR_EVERY, declared_layout, layout_of
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
@@ -95,11 +95,11 @@ def rehearsed_counts(question: Question) -> tuple[int, ...]:
     """Micro batches per step to rehearse: the spec's, or fewer.
 
     Most schedules keep at most what three rounds of a pipeline bring, and of every further micro batch its token ids.
-    Those that run all forward passes first keep as much for each: two numbers show how much.
+    For the others two numbers show how much each adds.
     """
     layout, count = layout_of(question.spec), question.spec.training.accumulation
     plain = question.capacity_bytes is None and not question.falling and not layout.micro_batches
-    rounds = (2, 3) if layout.schedule in FORWARD_FIRST else (3,)
+    rounds = (3, 4) if layout.schedule in KEEP_FOR_EVERY else (3,)
     fewer = tuple(n * layout.pp for n in rounds)
     return fewer if plain and layout.pp > 1 and count > sum(fewer) else (count,)
 
