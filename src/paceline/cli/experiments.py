@@ -333,8 +333,8 @@ def pictures(runs: Sequence[RunSpec]) -> list[str]:
     drawn: dict[tuple[str, ...], list[str]] = {}
     for spec in runs:
         names = drawn.setdefault(tuple(_picture(spec)), [])
-        if str(spec.strategy) not in names:
-            names.append(str(spec.strategy))
+        if str(spec.strategy_text) not in names:
+            names.append(str(spec.strategy_text))
     return [line for ranks, names in drawn.items() if ranks for line in ("; ".join(names), *(f"  {r}" for r in ranks))]
 
 

@@ -585,3 +585,8 @@ def test_a_field_of_serving_is_refused_by_its_type(tmp_path: Path, golden: objec
         expansion.load(str(path), ["device=cpu"])
     assert str(caught.value) == golden
     assert "many" in str(caught.value)
+
+
+def test_a_strategy_written_in_two_ways_is_one_cell(file: Any) -> None:
+    (spec,) = file({"matrix": {"strategy": ["mesh:tp=2", "mesh:tp=2,sequence=true", "tp:schedule=1f1b"]}})
+    assert str(spec.strategy) == "mesh:tp=2"

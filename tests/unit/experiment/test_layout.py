@@ -51,8 +51,8 @@ def test_stages_cover_all_layers_once(name: str, layers: int) -> None:
         ("3d", 8, "mesh:tp=2,pp=2,shard=2"),
         # The rest is sharded, whatever is left for it.
         ("3d:tp=8,pp=4", 64, "mesh:tp=8,pp=4,shard=2"),
-        ("3d:cp=2", 16, "mesh:tp=2,pp=2,shard=4,cp=2"),
-        ("3d:shard=1", 8, "mesh:tp=2,pp=2,shard=1"),
+        ("3d:cp=2", 16, "mesh:cp=2,tp=2,pp=2,shard=4"),
+        ("3d:shard=1", 8, "mesh:tp=2,pp=2"),
         ("3d:tp=many", 8, "mesh:tp=many,pp=2,shard=4"),
         ("ddp", 8, "ddp"),
     ],

@@ -23,6 +23,7 @@ from paceline.analysis.statistics.verdict import ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import STEP_COLUMNS, Window, step_table
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.wording import short_count
 
@@ -89,7 +90,7 @@ def analyse(cells: Sequence[Cell], unstable: Collection[str] = ()) -> tuple[Trad
 def _strategies(trained: Sequence[Cell], unstable: Collection[str]) -> list[Tradeoff]:
     found: list[Tradeoff] = []
     for members in grouped(trained, _setting).values():
-        by_strategy = grouped(members, lambda cell: str(cell.spec.strategy))
+        by_strategy = grouped(members, lambda cell: str(cell.spec.strategy_text))
         exact = {name: own for name, own in by_strategy.items() if own[0].spec.approximation is None}
         others = {name: own for name, own in by_strategy.items() if name not in exact}
         if exact and others:
@@ -119,7 +120,8 @@ def _setting_but_precision(cell: Cell) -> str:
     """Equal for cells that differ in precision and seed only; gathering in float8 is a part of the precision."""
     strategy, fields = cell.spec.strategy, ("strategy", "seed", "training.precision.compute")
     options = {key: value for key, value in strategy.options.items() if key != GATHERED} if strategy else {}
-    return key_without(cell, fields, strategy=str(strategy and Choice(strategy.name, options)))
+    text = str(plugins.canonical("strategies", Choice(strategy.name, options))) if strategy else None
+    return key_without(cell, fields, strategy=str(text))
 
 
 def _precision_name(cell: Cell) -> str:
