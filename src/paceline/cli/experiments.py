@@ -360,7 +360,8 @@ def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
     from paceline.results import store
 
     remarks: list[str] = []
-    if spec.is_trained and spec.script is None:
+    # The reduced form of a proof exceeds what its whole exceeds.
+    if spec.is_trained and spec.script is None and spec.reduction is None:
         shape, length = arithmetic.load(spec.model), spec.training.sequence_length
         remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
     with contextlib.suppress(StoreError):

@@ -37,8 +37,8 @@ def table(
     named = [name for name in distinguishing_axes(axes) if len({repr(each.get(name)) for each in axes}) > 1]
 
     references = [runs[0] for runs in cells if _is_reference(runs[0])]
-    lengths, models, precisions = (
-        {get(s) for s in references} for get in (_length, lambda s: s.model_text, _precision)
+    lengths, models, precisions, seeds = (
+        {get(s) for s in references} for get in (_length, lambda s: s.model_text, _precision, lambda s: s.seed)
     )
 
     def name(runs: Sequence[RunSpec]) -> str:
@@ -51,7 +51,8 @@ def table(
         model = f", {spec.model_text}" if len(models) > 1 else ""
         length = f", sequence length {_length(spec)}" if len(lengths) > 1 else ""
         precision = f", {_precision(spec)}" if len(precisions) > 1 else ""
-        return f"reference{of_proof}{model}{precision}{length}, global batch {spec.global_batch}"
+        seed = f", seed {spec.seed}" if len(seeds) > 1 else ""
+        return f"reference{of_proof}{model}{precision}{length}, global batch {spec.global_batch}{seed}"
 
     def state(runs: Sequence[RunSpec]) -> Cell:
         states = [state_of(spec) for spec in runs]
