@@ -254,7 +254,12 @@ class Planned(Protocol):
 
 def layout_of(spec: Planned) -> Layout:
     """The layout of a run. A strategy that does not declare one has one replica per process."""
-    return declared_layout(spec) or Layout(dp=spec.topology.world_size)
+    return layout_on(spec.strategy, spec.topology.world_size)
+
+
+def layout_on(strategy: Choice | None, world_size: int) -> Layout:
+    """The layout of a strategy on so many processes."""
+    return _declared(strategy, world_size) or Layout(dp=world_size)
 
 
 def declared_layout(spec: Planned) -> Layout | None:
@@ -264,8 +269,7 @@ def declared_layout(spec: Planned) -> Layout | None:
 
 def replicas_of(strategy: Choice | None, world_size: int) -> int:
     """Data parallel replicas: the global batch is split over these and not over all processes."""
-    layout = _declared(strategy, world_size)
-    return layout.dp if layout else world_size
+    return layout_on(strategy, world_size).dp
 
 
 def _declared(strategy: Choice | None, world_size: int) -> Layout | None:

@@ -83,7 +83,12 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ("mesh:cp=2", {"processes": 2, "sequence_length": 30}, "needs a sequence length that 4 divides, got 30"),
         ("mesh:pp=4", {"processes": 4, "accumulation": 4}, "= 4 stages exceed the 2 layers"),
         ("mesh:pp=2", {"processes": 2, "accumulation": 1}, "needs at least 2 micro batches, got 1"),
-        ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "has 1 stages per rank, got virtual=2"),
+        (
+            "mesh:pp=2,virtual=1,schedule=interleaved-1f1b",
+            {"processes": 2, "accumulation": 4},
+            "needs at least 2 stages per rank, got virtual=1",
+        ),
+        ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "the schedule 1f1b needs 1 stage per rank, got virtual=2; leave out virtual"),
         ("mesh:tp=2", {"processes": 2, "precision": "float8"}, "tp 2 splits the matrices that an 8-bit scale belongs"),
         (
             "mesh:cp=2",
@@ -112,7 +117,7 @@ def test_memory_by_component_is_predicted_for_layouts(make_spec: Callable[..., R
 
 @pytest.mark.parametrize(
     ("layers", "reason"),
-    [("1+1", None), ("2", "needs to give each of 2 stages some of 2 layers"), ("1+2", "some of 2 layers")],
+    [("1+1", None), ("2", "layers=2 is 2 layers in 1 stage; tiny has 2"), ("1+2", "tiny has 2 layers, for 2 stages")],
 )
 def test_an_uneven_pipeline_has_all_layers(make_spec: Callable[..., RunSpec], layers: str, reason: str | None) -> None:
     spec = make_spec("mesh:pp=2", processes=2, accumulation=2, model="tiny")

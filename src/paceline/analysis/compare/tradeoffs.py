@@ -25,7 +25,7 @@ from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import STEP_COLUMNS, Window, step_table
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
-from paceline.wording import short_count
+from paceline.wording import short_count, speed_clause
 
 # Fields in which a strategy may differ from its baseline, and those over which pairs are formed.
 VARIES = ("strategy", "training.accumulation", "seed")
@@ -49,7 +49,6 @@ MEANING: Mapping[str, str] = {
     "float8_rowwise_gw_hp": f"{_SCALED.format('row')}, gradients of weights in bf16",
     "mxfp8": _SCALED.format("32 values"),
 }
-VERDICT_WORDS = {BETTER: "faster", WORSE: "slower", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +290,16 @@ def sentence(
     tokens: int,
     axes: Mapping[str, object],
 ) -> str:
-    """`powersgd: 31 times fewer bytes than ddp, 1.8 times as fast at 1,000 Mbit/s (faster), loss +0.4 % after 41K
+    """`powersgd: 31 times fewer bytes than ddp, 80 % faster at 1,000 Mbit/s, loss +0.4 % after 41K
     tokens (inconclusive), -3.1 % after the same time (lower).`"""
     own, other = sent
     parts = []
     if own and other:
         parts.append(f"{bytes_words(own, other)} than {baseline}")
-    than = "" if parts else f" as {baseline}"
     where = f" at {mbit:,g} Mbit/s" if isinstance(mbit := axes.get("network_mbit"), int | float) else ""
     if speed is not None:
-        parts.append(f"{speed.value:.3g} times as fast{than}{where} ({VERDICT_WORDS[speed.verdict]})")
+        than = "" if parts else baseline
+        parts.append(f"{speed_clause(speed.verdict, speed.value, than)}{where}")
     after = f"after {short_count(tokens)} tokens"
     parts.append(f"loss {percent(loss.value)} {after} ({loss.loss_word})")
     if timely is not None:
