@@ -149,17 +149,17 @@ def listed(names: Iterable[str]) -> str:
 
 
 def percent_words(ratio: float, low: float | None = None, high: float | None = None) -> tuple[str, str]:
-    """The distance of a ratio from 1, and its interval in the direction of the ratio.
+    """The distance of a ratio from 1, and its interval in the direction of the ratio; no interval if both ends print
+    alike.
 
     >>> percent_words(1.345, 1.312, 1.371), percent_words(0.965, 0.955, 0.975)
     (('34 %', '31 to 37 %'), ('3.5 %', '2.5 to 4.5 %'))
     """
     percent, sign = abs(ratio - 1) * 100, 1 if ratio >= 1 else -1
     digits = 0 if percent >= 10 else 1
-    interval = ""
-    if low is not None and high is not None and low != high:
-        interval = " to ".join(format_own(end, digits) for end in sorted(sign * (x - 1) * 100 for x in (low, high)))
-    return f"{format_own(percent, digits)} %", f"{interval} %" if interval else ""
+    ends = () if low is None or high is None else sorted(sign * (end - 1) * 100 for end in (low, high))
+    shown = dict.fromkeys(format_own(end, digits) for end in ends)
+    return f"{format_own(percent, digits)} %", f"{' to '.join(shown)} %" if len(shown) > 1 else ""
 
 
 def metric_words(metric: str) -> str:
@@ -208,7 +208,7 @@ def verdict_text(
     if verdict is None:
         return "no verdict", number
     if verdict == "equal":
-        return "equal" if low is None or high is None else f"equal (within {_within([(low, high)])} %)", number
+        return "equal" if low is None or high is None else f"equal ({within_words([(low, high)])})", number
     if verdict == "inconclusive":
         detectable = f", {DETECTABLE} {short_percent(detectable_ratio)}" if detectable_ratio else ""
         return verdict, f"{number}{detectable}"
@@ -269,11 +269,16 @@ def equal_sentence(names: str, intervals: Iterable[tuple[float, float]]) -> str:
     >>> equal_sentence("ddp and fsdp2", [(0.992, 1.013)])
     'ddp and fsdp2 are equal (within 2 %)'
     """
-    return f"{names} are equal (within {_within(intervals)} %)"
+    return f"{names} are equal ({within_words(intervals)})"
 
 
-def _within(intervals: Iterable[tuple[float, float]]) -> int:
-    return max(math.ceil(max(max(high - 1, 1 - low) for low, high in intervals) * 100 - 1e-6), 1)
+def within_words(intervals: Iterable[tuple[float, float]]) -> str:
+    """How far ratios are from 1 at most, by their intervals.
+
+    >>> within_words([(0.992, 1.004), (0.998, 1.013)])
+    'within 2 %'
+    """
+    return f"within {max(math.ceil(max(max(high - 1, 1 - low) for low, high in intervals) * 100 - 1e-6), 1)} %"
 
 
 def inconclusive_sentence(names: str, detectable_ratio: float | None, launches_needed: int | None = None) -> str:

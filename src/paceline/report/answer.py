@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from paceline.analysis.findings import EQUAL, WORSE, Comparison, Recommendation, Report
+from paceline.analysis.findings import BETTER, EQUAL, WORSE, Comparison, Recommendation, Report
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.training import UNDECIDED
 from paceline.report.tables import (
@@ -28,7 +28,7 @@ from paceline.report.tables import (
 )
 from paceline.report.tables.table import NO_ANSWER, first_sentence, proof_runs_text, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, short_models, turned, unranked, varying_axes
-from paceline.wording import equal_sentence, inconclusive_sentence, listed, margin_sentence, undecided_parts
+from paceline.wording import equal_sentence, listed, margin_sentence, undecided_parts, within_words
 
 # Sentences of a report about the machine; each is empty if the report has no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
@@ -136,22 +136,30 @@ def outcome(report: Report, found: Recommendation, where: str = "", *, brief: bo
         for c in report.comparisons
         if c.metric == found.metric and {c.label, c.other_label} <= {*found.choose} and axes in (None, c.axes)
     ]
-    if ties and all(c.verdict == EQUAL for c in ties):
-        text = equal_sentence(f"{names}{where}", ((c.low, c.high) for c in ties))
-    elif any(c.launches == 1 for c in ties):
+    are_equal = bool(ties) and all(c.verdict == EQUAL for c in ties)
+    if versus is not None:
+        winner = versus.label if versus.verdict == BETTER else versus.other_label
+        others = [name for name in found.choose if name != winner]
+        also = f"{len(others)} others" if many else listed(others)
+        parts = [f"inconclusive against {also}", *(() if brief else _unseen(ties))]
+        if are_equal:
+            parts = [
+                f"equal to {also}" if brief else f"equal to {also} ({within_words((c.low, c.high) for c in ties)})"
+            ]
+        return "; ".join((_margin(versus, where, brief=brief), *parts))
+    if are_equal:
+        return equal_sentence(f"{names}{where}", ((c.low, c.high) for c in ties))
+    if any(c.launches == 1 for c in ties):
         from paceline.analysis.statistics.verdict import ONE_LAUNCH
 
-        text = f"No verdict on {names}{where}: {ONE_LAUNCH}"
-    else:
-        # What these could have shown, and how many launches would decide the least certain of them.
-        widest = max(ties, key=lambda c: c.detectable_ratio or 0.0, default=None)
-        unseen = (widest.detectable_ratio, widest.launches_needed) if widest else (None, None)
-        if versus is None:
-            return inconclusive_sentence(f"{names}{where}", *unseen)
-        others = [name for name in found.choose if name not in (versus.label, versus.other_label)]
-        against = f"inconclusive against {f'{len(others)} others' if many else listed(others)}"
-        return "; ".join((_margin(versus, where, brief=brief), against, *(() if brief else undecided_parts(*unseen))))
-    return text if versus is None else f"{text}; {_margin(versus, brief=brief)}"
+        return f"No verdict on {names}{where}: {ONE_LAUNCH}"
+    return "; ".join((f"Inconclusive: {names}{where}", *_unseen(ties)))
+
+
+def _unseen(ties: Sequence[Comparison]) -> list[str]:
+    """What these could have shown, and how many launches would decide the least certain of them."""
+    widest = max(ties, key=lambda c: c.detectable_ratio or 0.0, default=None)
+    return [] if widest is None else undecided_parts(widest.detectable_ratio, widest.launches_needed)
 
 
 def _margin(versus: Comparison, where: str = "", *, brief: bool = False) -> str:

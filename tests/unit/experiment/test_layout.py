@@ -88,7 +88,11 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
             {"processes": 2, "accumulation": 4},
             "needs at least 2 stages per rank, got virtual=1",
         ),
-        ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "the schedule 1f1b needs 1 stage per rank, got virtual=2; leave out virtual"),
+        (
+            "mesh:pp=2,virtual=2",
+            {"processes": 2, "accumulation": 4},
+            "the schedule 1f1b needs 1 stage per rank, got virtual=2; leave out virtual",
+        ),
         ("mesh:tp=2", {"processes": 2, "precision": "float8"}, "tp 2 splits the matrices that an 8-bit scale belongs"),
         (
             "mesh:cp=2",

@@ -83,9 +83,7 @@ def test_another_precision_is_compared_by_speed_together_with_loss() -> None:
     assert {finding.status for finding in report.runs} == {"ok"}
     (row,) = report.tradeoffs
     assert (row.axis, row.strategy, row.baseline, row.seeds) == ("precision", "float8", "bf16", 3)
-    assert row.text.startswith(
-        "float8: 25 % faster than bf16, loss +0.3 % after 15.36K tokens (inconclusive)"
-    )
+    assert row.text.startswith("float8: 25 % faster than bf16, loss +0.3 % after 15.36K tokens (inconclusive)")
     assert not report.comparisons, "not equal work"
     assert not report.recommendations
     (table,) = tables.tables(report)
