@@ -141,15 +141,24 @@ def test_unknown_options_are_named() -> None:
 def test_the_picture_says_which_rank_holds_what() -> None:
     layout = Layout(dp=2, tp=2, pp=2, shard=2, schedule="1f1b")
     assert layout.picture(4) == [
-        "rank 0  replica 0  layers 0-1 + embedding  part 1 of 2 of every layer  shard 1 of 2",
-        "rank 1  replica 0  layers 0-1 + embedding  part 2 of 2 of every layer  shard 1 of 2",
-        "rank 2  replica 1  layers 0-1 + embedding  part 1 of 2 of every layer  shard 2 of 2",
-        "rank 3  replica 1  layers 0-1 + embedding  part 2 of 2 of every layer  shard 2 of 2",
-        "rank 4  replica 0  layers 2-3 + head  part 1 of 2 of every layer  shard 1 of 2",
-        "rank 5  replica 0  layers 2-3 + head  part 2 of 2 of every layer  shard 1 of 2",
-        "rank 6  replica 1  layers 2-3 + head  part 1 of 2 of every layer  shard 2 of 2",
-        "rank 7  replica 1  layers 2-3 + head  part 2 of 2 of every layer  shard 2 of 2",
+        "rank  replica  layers           tensor  shard",
+        "   0        0  0-1 + embedding  1 of 2  1 of 2",
+        "   1        0  0-1 + embedding  2 of 2  1 of 2",
+        "   2        1  0-1 + embedding  1 of 2  2 of 2",
+        "   3        1  0-1 + embedding  2 of 2  2 of 2",
+        "   4        0  2-3 + head       1 of 2  1 of 2",
+        "   5        0  2-3 + head       2 of 2  1 of 2",
+        "   6        1  2-3 + head       1 of 2  2 of 2",
+        "   7        1  2-3 + head       2 of 2  2 of 2",
     ]
+
+
+def test_a_picture_of_every_dimension_fits_a_terminal() -> None:
+    layout = Layout(dp=2, cp=2, tp=2, pp=2, ep=2, shard=4, virtual=2, schedule="interleaved-1f1b")
+    lines = layout.picture(16, 16)
+    assert lines[0] == "rank  replica  layers                    tensor  sequence  experts  shard"
+    assert lines[1] == "   0        0  0-3 and 8-11 + embedding  1 of 2  1 of 2    0-7      1 of 4"
+    assert max(map(len, lines)) <= 76, "with the indent, 80 columns"
 
 
 def test_the_bubble_of_a_pipeline() -> None:
@@ -161,5 +170,5 @@ def test_the_bubble_of_a_pipeline() -> None:
 def test_experts_are_spread_over_data_parallel_ranks() -> None:
     layout = Layout(dp=4, ep=2, shard=4)
     assert (layout.expert_shard, layout.expert_replicate, layout.sizes()) == (2, 1, {"ep": 2, "shard": 4})
-    assert layout.picture(2, 8)[1] == "rank 1  replica 1  experts 4-7  shard 2 of 4"
-    assert Layout(dp=4, ep=4).picture(2, 4)[3] == "rank 3  replica 3  expert 3"
+    assert layout.picture(2, 8)[2] == "   1        1  4-7      2 of 4"
+    assert Layout(dp=4, ep=4).picture(2, 4)[4] == "   3        3  3"
