@@ -148,14 +148,18 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(known[:-1])} and {known[-1]}" if len(known) > 1 else "".join(known)
 
 
-def ratio_words(ratio: float, low: float, high: float) -> tuple[str, str]:
-    """`1.34` and ` (95 % interval 1.31 to 1.37)`: as many digits as the interval supports, the same everywhere.
+def percent_words(ratio: float, low: float | None = None, high: float | None = None) -> tuple[str, str]:
+    """The distance of a ratio from 1, and its interval in the direction of the ratio; no interval if both ends print
+    alike.
 
-    The interval is empty if both ends print alike.
+    >>> percent_words(1.345, 1.312, 1.371), percent_words(0.965, 0.955, 0.975)
+    (('34 %', '31 to 37 %'), ('3.5 %', '2.5 to 4.5 %'))
     """
-    digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
-    value, start, end = (format_own(x, digits) for x in (ratio, low, high))
-    return value, f" (95 % interval {start} to {end})" if start != end else ""
+    percent, sign = abs(ratio - 1) * 100, 1 if ratio >= 1 else -1
+    digits = 0 if percent >= 10 else 1
+    ends = () if low is None or high is None else sorted(sign * (end - 1) * 100 for end in (low, high))
+    shown = dict.fromkeys(format_own(end, digits) for end in ends)
+    return f"{format_own(percent, digits)} %", f"{' to '.join(shown)} %" if len(shown) > 1 else ""
 
 
 def metric_words(metric: str) -> str:
@@ -204,13 +208,102 @@ def verdict_text(
     if verdict is None:
         return "no verdict", number
     if verdict == "equal":
-        within = None if low is None or high is None else math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
-        return (f"equal (within {within} %)" if within else "equal"), number
+        return "equal" if low is None or high is None else f"equal ({within_words([(low, high)])})", number
     if verdict == "inconclusive":
         detectable = f", {DETECTABLE} {short_percent(detectable_ratio)}" if detectable_ratio else ""
         return verdict, f"{number}{detectable}"
-    percent = abs(ratio - 1) * 100
-    return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}", number
+    return f"{percent_words(ratio)[0]} {word}", number
+
+
+# From here on a factor reads better than percent: 15 times as fast, and not 1,400 % faster.
+FACTOR = 3.0
+# By metric, from the side of the better one.
+_MARGINS = {
+    "tokens_per_s": "{best} is {size} faster than {other}",
+    "output_tokens_per_s": "{best} is {size} faster than {other}",
+    "step_time_s": "A step of {best} takes {size} less time than one of {other}",
+    "peak_memory_bytes": "{best} needs {size} less peak memory than {other}",
+    "usd_per_mtok": "A token of {best} costs {size} less than one of {other}",
+    "scaling_efficiency_ratio": "{best} scales {size} better than {other}",
+}
+
+
+def margin_sentence(
+    metric: str, best: str, other: str, ratio: float, low: float | None, high: float | None, *, interval: bool = True
+) -> str:
+    """How far the better of two is from the other, without a full stop; the ratio is from the side of the better one.
+
+    >>> margin_sentence("tokens_per_s", "ddp", "fsdp2 on 4 GPUs", 1.345, 1.312, 1.371)
+    'ddp is 34 % faster than fsdp2 on 4 GPUs (95 % interval 31 to 37 %)'
+    >>> margin_sentence("tokens_per_s", "ddp", "mesh:tp=2", 15.1, 6.6, 34.9)
+    'ddp is 15 times as fast as mesh:tp=2 (95 % interval 6.6 to 35)'
+    >>> margin_sentence("peak_memory_bytes", "fsdp2", "ddp", 0.75, 0.75, 0.75)
+    'fsdp2 needs 25 % less peak memory than ddp'
+    """
+    if ratio >= FACTOR and "faster" in _MARGINS[metric]:
+        span = "" if low is None or high is None or low == high else f"{_factor(low)} to {_factor(high)}"
+        text = f"{best} is {_factor(ratio)} times as fast as {other}"
+    else:
+        size, span = percent_words(ratio, low, high)
+        text = _MARGINS[metric].format(best=best, other=other, size=size)
+    return f"{text} (95 % interval {span})" if span and interval else text
+
+
+def _factor(ratio: float) -> str:
+    """Two significant digits, without an exponent.
+
+    >>> _factor(15.12), _factor(1234.5)
+    ('15', '1,200')
+    """
+    return f"{float(f'{ratio:.2g}'):,.10g}"
+
+
+def speed_clause(verdict: str, ratio: float, than: str = "") -> str:
+    """A speed against another one as a part of a sentence; verdict is the stored one, as in `verdict_text`.
+
+    >>> speed_clause("better", 1.25, "bf16"), speed_clause("equal", 1.004, "bf16"), speed_clause("inconclusive", 0.98)
+    ('25 % faster than bf16', 'speed equal to bf16', 'speed inconclusive (-2.0 %)')
+    """
+    if verdict == "equal":
+        return f"speed equal to {than}" if than else "speed equal"
+    if verdict == "inconclusive":
+        return f"speed inconclusive ({'+' if ratio >= 1 else '-'}{percent_words(ratio)[0]})"
+    if ratio >= FACTOR:
+        return f"{_factor(ratio)} times as fast{f' as {than}' if than else ''}"
+    return f"{percent_words(ratio)[0]} {'faster' if ratio > 1 else 'slower'}{f' than {than}' if than else ''}"
+
+
+def equal_sentence(names: str, intervals: Iterable[tuple[float, float]]) -> str:
+    """
+    >>> equal_sentence("ddp and fsdp2", [(0.992, 1.013)])
+    'ddp and fsdp2 are equal (within 2 %)'
+    """
+    return f"{names} are equal ({within_words(intervals)})"
+
+
+def within_words(intervals: Iterable[tuple[float, float]]) -> str:
+    """How far ratios are from 1 at most, by their intervals.
+
+    >>> within_words([(0.992, 1.004), (0.998, 1.013)])
+    'within 2 %'
+    """
+    return f"within {max(math.ceil(max(max(high - 1, 1 - low) for low, high in intervals) * 100 - 1e-6), 1)} %"
+
+
+def inconclusive_sentence(names: str, detectable_ratio: float | None, launches_needed: int | None = None) -> str:
+    """
+    >>> inconclusive_sentence("ddp and fsdp2", 0.045, 12)
+    'Inconclusive: ddp and fsdp2; smallest detectable difference 4.5 %; about 12 launches of each would decide'
+    """
+    return "; ".join((f"Inconclusive: {names}", *undecided_parts(detectable_ratio, launches_needed)))
+
+
+def undecided_parts(detectable_ratio: float | None, launches_needed: int | None) -> list[str]:
+    """What the data could have shown, and how many launches would decide; nothing if it is unknown."""
+    if not detectable_ratio:
+        return []
+    needed = [] if launches_needed is None else [f"about {launches_needed} launches of each would decide"]
+    return [f"{DETECTABLE} {short_percent(detectable_ratio)}", *needed]
 
 
 def short_names(series: Sequence[str]) -> dict[str, str]:

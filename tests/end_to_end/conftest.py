@@ -14,6 +14,8 @@ import pytest
 import yaml
 from testbed.nursery import command
 
+from paceline.experiment import plugins
+from paceline.experiment.choices import Choice
 from paceline.results import store
 from paceline.results.records import RunRecord
 
@@ -72,7 +74,8 @@ class Campaign:
 
     def record(self, strategy: str | None, **axes: Any) -> RunRecord:
         """The one run of this strategy (None: the reference) whose axes have these values."""
-        wanted = {"strategy": strategy, **axes}
+        name = None if strategy is None else str(plugins.expanded("strategies", Choice.parse(strategy), 1, 1))
+        wanted = {"strategy": name, **axes}
         # With its options: the axis has only the launcher's name.
         known = [(r, {**r.spec.axes(), "launcher": str(r.spec.launcher)}) for r in self.records]
         found = [r for r, axes_of in known if all(axes_of[key] == value for key, value in wanted.items())]

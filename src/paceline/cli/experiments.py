@@ -333,8 +333,8 @@ def pictures(runs: Sequence[RunSpec]) -> list[str]:
     drawn: dict[tuple[str, ...], list[str]] = {}
     for spec in runs:
         names = drawn.setdefault(tuple(_picture(spec)), [])
-        if str(spec.strategy) not in names:
-            names.append(str(spec.strategy))
+        if str(spec.strategy_text) not in names:
+            names.append(str(spec.strategy_text))
     return [line for ranks, names in drawn.items() if ranks for line in ("; ".join(names), *(f"  {r}" for r in ranks))]
 
 
@@ -360,7 +360,8 @@ def _remarks(spec: RunSpec, run_dir: Path) -> list[str]:
     from paceline.results import store
 
     remarks: list[str] = []
-    if spec.is_trained and spec.script is None:
+    # The reduced form of a proof exceeds what its whole exceeds.
+    if spec.is_trained and spec.script is None and spec.reduction is None:
         shape, length = arithmetic.load(spec.model), spec.training.sequence_length
         remarks.append(arithmetic.beyond_context(shape, spec.model_text, length) or "")
     with contextlib.suppress(StoreError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.analysis.findings.cell_axes import describe, distinguishing_axes
 from paceline.analysis.grouping import grouped
+from paceline.errors import Scalar
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric, without_empty
 from paceline.wording import MISSING
 
@@ -27,7 +28,7 @@ def table(
     expected: Mapping[str, Expected],
     usd_per_gpu_hour: float | None,
 ) -> Table | None:
-    """A row per cell in the order of the experiment, references and proofs last; columns that say nothing are left out.
+    """A row per cell, sorted by what differs, references and proofs last; columns that say nothing are left out.
 
     memory_of gives the bytes of state of one process. expected has what unfinished runs will take; an upper bound is
     marked.
@@ -35,10 +36,13 @@ def table(
     cells = list(grouped(specs, lambda spec: spec.cell).values())
     axes = [runs[0].axes() for runs in cells if not runs[0].proves_only]
     named = [name for name in distinguishing_axes(axes) if len({repr(each.get(name)) for each in axes}) > 1]
+    # Runs are started in random order, in which nobody finds a cell.
+    order = ("strategy", *(name for name in named if name != "strategy"))
+    cells.sort(key=lambda runs: (runs[0].proves_only, not _is_reference(runs[0]), _sortable(runs[0].axes(), order)))
 
     references = [runs[0] for runs in cells if _is_reference(runs[0])]
-    lengths, models, precisions = (
-        {get(s) for s in references} for get in (_length, lambda s: s.model_text, _precision)
+    lengths, models, precisions, seeds = (
+        {get(s) for s in references} for get in (_length, lambda s: s.model_text, _precision, lambda s: s.seed)
     )
 
     def name(runs: Sequence[RunSpec]) -> str:
@@ -51,7 +55,8 @@ def table(
         model = f", {spec.model_text}" if len(models) > 1 else ""
         length = f", sequence length {_length(spec)}" if len(lengths) > 1 else ""
         precision = f", {_precision(spec)}" if len(precisions) > 1 else ""
-        return f"reference{of_proof}{model}{precision}{length}, global batch {spec.global_batch}"
+        seed = f", seed {spec.seed}" if len(seeds) > 1 else ""
+        return f"reference{of_proof}{model}{precision}{length}, global batch {spec.global_batch}{seed}"
 
     def state(runs: Sequence[RunSpec]) -> Cell:
         states = [state_of(spec) for spec in runs]
@@ -94,6 +99,12 @@ def table(
     shown, absent = without_empty(made)
     note = ("State: weights, gradients and optimizer of one process.",)
     return replace(shown, notes=() if any(column.name == "state" for column in absent) else note)
+
+
+def _sortable(axes: Mapping[str, Scalar], named: Sequence[str]) -> tuple[tuple[bool, float, str], ...]:
+    """The values of these axes as a key: numbers by size, before texts."""
+    values = [axes.get(name) for name in named]
+    return tuple((False, float(v), "") if isinstance(v, int | float) else (True, 0.0, str(v)) for v in values)
 
 
 def _length(spec: RunSpec) -> int:

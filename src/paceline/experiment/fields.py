@@ -15,7 +15,7 @@ from paceline.experiment import script as scripts
 from paceline.experiment.choices import Choice
 from paceline.experiment.compilation import canonical
 from paceline.experiment.input_digests import digests
-from paceline.experiment.layout import replicas_of
+from paceline.experiment.layout import layout_on
 from paceline.experiment.plugins import Offer, Traits, declared, load
 from paceline.experiment.proof import AUTO, MODES, Proof
 from paceline.experiment.serving import Serving
@@ -288,7 +288,11 @@ def _accumulation(cell: OwnFields, world_size: int, strategy: Choice | None) -> 
     if cell.global_batch is None:
         return cell.accumulation or 1
     # Ranks that split a model work on the same samples.
-    replicas = replicas_of(strategy, world_size)
+    layout = layout_on(strategy, world_size)
+    replicas = layout.dp
+    if layout.world_size != world_size:
+        # The check of the strategy says which factors are wrong; a message about the batch would hide it.
+        return cell.accumulation or max(1, cell.global_batch // max(1, cell.micro_batch * replicas))
     share = cell.micro_batch * replicas
     what = "processes" if replicas == world_size else "data parallel replicas"
     expected = f"a multiple of micro_batch x {what} ({cell.micro_batch} x {replicas})"

@@ -189,35 +189,51 @@ class Layout:
         return None
 
     def picture(self, layers: int, experts: int = 0) -> list[str]:
-        """One line per rank with what it holds; of many ranks, the first and the last."""
-        width, ranks = len(str(self.world_size - 1)), list(range(self.world_size))
-        lines = [
-            f"rank {r:>{width}}  " + "  ".join(self._parts(r, self.coordinates(r), layers, experts)) for r in ranks
-        ]
-        left_out = len(lines) - MOST_DRAWN
-        if left_out <= 0:
-            return lines
-        return [*lines[: MOST_DRAWN - 1], f"... {left_out} more", lines[-1]]
+        """A heading, then one line per rank with what it holds; of many ranks, the first and the last.
 
-    def _parts(self, rank: int, at: Mapping[str, int], layers: int, experts: int) -> list[str]:
-        ranges = [self.layers_of(stage, layers) for stage in self.stages_of(rank)]
-        held = " and ".join(f"{r.start}-{r.stop - 1}" if len(r) > 1 else str(r.start) for r in ranges)
-        ends = ["embedding"] * self.has_first(rank) + ["head"] * self.has_last(rank)
-        parts = [f"replica {at['dp']}"]
+        `tensor` is the rank's part of every layer, `sequence` its part of every sequence.
+        """
+        rows = [{"rank": str(rank), **self._parts(rank, layers, experts)} for rank in range(self.world_size)]
+        widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+
+        def line(row: Mapping[str, str]) -> str:
+            aligned = (
+                f"{text:>{widths[name]}}" if name in ("rank", "replica") else f"{text:<{widths[name]}}"
+                for name, text in row.items()
+            )
+            return "  ".join(aligned).rstrip()
+
+        lines = [line(row) for row in rows]
+        left_out = len(lines) - MOST_DRAWN
+        if left_out > 0:
+            lines = [*lines[: MOST_DRAWN - 1], f"... {left_out} more", lines[-1]]
+        return [line({name: name for name in widths}), *lines]
+
+    def _parts(self, rank: int, layers: int, experts: int) -> dict[str, str]:
+        """What a rank holds, by heading; every rank has the same headings."""
+        at = self.coordinates(rank)
+        parts = {"replica": str(at["dp"])}
         if self.pp > 1:
-            word = "layers" if sum(map(len, ranges)) > 1 else "layer"
-            parts.append(f"{word} {held}" + "".join(f" + {end}" for end in ends))
+            ends = ["embedding"] * self.has_first(rank) + ["head"] * self.has_last(rank)
+            held = " and ".join(_span(self.layers_of(stage, layers)) for stage in self.stages_of(rank))
+            parts["layers"] = " + ".join((held, *ends))
         if self.tp > 1:
-            parts.append(f"part {at['tp'] + 1} of {self.tp} of every layer")
+            parts["tensor"] = f"{at['tp'] + 1} of {self.tp}"
         if self.cp > 1:
-            parts.append(f"part {at['cp'] + 1} of {self.cp} of every sequence")
+            parts["sequence"] = f"{at['cp'] + 1} of {self.cp}"
         if self.ep > 1:
-            own = self.experts_of(rank, experts)
-            parts.append(f"experts {own.start}-{own.stop - 1}" if len(own) > 1 else f"expert {own.start}")
+            parts["experts"] = _span(self.experts_of(rank, experts))
         if self.shard > 1:
-            index = (at["dp"] * self.cp + at["cp"]) % self.shard
-            parts.append(f"shard {index + 1} of {self.shard}")
+            parts["shard"] = f"{(at['dp'] * self.cp + at['cp']) % self.shard + 1} of {self.shard}"
         return parts
+
+
+def _span(numbers: range) -> str:
+    """
+    >>> _span(range(4, 8)), _span(range(4, 5))
+    ('4-7', '4')
+    """
+    return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
 
 
 def balanced_split(layers: int, stages: int, embedding: float, block: float, head: float) -> tuple[int, ...]:
@@ -257,7 +273,12 @@ class Planned(Protocol):
 
 def layout_of(spec: Planned) -> Layout:
     """The layout of a run. A strategy that does not declare one has one replica per process."""
-    return declared_layout(spec) or Layout(dp=spec.topology.world_size)
+    return layout_on(spec.strategy, spec.topology.world_size)
+
+
+def layout_on(strategy: Choice | None, world_size: int) -> Layout:
+    """The layout of a strategy on so many processes."""
+    return _declared(strategy, world_size) or Layout(dp=world_size)
 
 
 def declared_layout(spec: Planned) -> Layout | None:
@@ -267,8 +288,7 @@ def declared_layout(spec: Planned) -> Layout | None:
 
 def replicas_of(strategy: Choice | None, world_size: int) -> int:
     """Data parallel replicas: the global batch is split over these and not over all processes."""
-    layout = _declared(strategy, world_size)
-    return layout.dp if layout else world_size
+    return layout_on(strategy, world_size).dp
 
 
 def _declared(strategy: Choice | None, world_size: int) -> Layout | None:

@@ -128,10 +128,11 @@ class Traits:
 # USER_ONLY: options that are never taken from a capsule or an experiment of somebody else, each with what it decides
 # (see `foreign`). PADS_SHARDS: the strategy pads what it shards to equal rows per rank. SHORT_NAMES: other names for it
 # with some options set, each with a description; its function `expand` returns these options. EIGHT_BIT: the strategy
-# trains with 8-bit linear layers (`training.precision`).
+# trains with 8-bit linear layers (`training.precision`). ALWAYS_NAMED: options that its
+# name shows at their default, too.
 DECLARED: dict[str, dict[str, Any]] = {
     "workloads": {"TRAITS": Traits()},
-    "strategies": {"PADS_SHARDS": False, "EIGHT_BIT": False, "SHORT_NAMES": {}, "USER_ONLY": {}},
+    "strategies": {"PADS_SHARDS": False, "EIGHT_BIT": False, "SHORT_NAMES": {}, "USER_ONLY": {}, "ALWAYS_NAMED": ()},
     "launchers": {"UNMEASURED": {}, "HERE": False, "USER_ONLY": {}, "AXES": ()},
     "engines": {"UNMEASURED": {}, "STARTS": False, "USER_ONLY": {}},
     "exporters": {},
@@ -178,10 +179,10 @@ def short_names(kind: str) -> dict[str, tuple[str, str]]:
 
 
 def expanded(kind: str, choice: Choice, nodes: int, processes_per_node: int) -> Choice:
-    """The choice with a short name replaced by its plugin and the options it implies, and with the content of files
-    that its options name.
+    """The choice in its one spelling (see `canonical`), with a short name replaced by its plugin and the options it
+    implies, and with the content of files that its options name.
 
-    >>> str(expanded("strategies", Choice("tp"), 1, 4))
+    >>> str(expanded("strategies", Choice("tp", {"sequence": True}), 1, 4))
     'mesh:tp=4'
     """
     plugin, _ = short_names(kind).get(choice.name, (None, ""))
@@ -189,8 +190,40 @@ def expanded(kind: str, choice: Choice, nodes: int, processes_per_node: int) -> 
         options = load(kind, plugin).expand(choice.name, choice.options, nodes, processes_per_node)
         choice = Choice(plugin, options)
     if choice.options and is_shipped(kind, choice.name) and hasattr(load(kind, choice.name), "inline"):
-        return Choice(choice.name, load(kind, choice.name).inline(choice.options))
-    return choice
+        choice = Choice(choice.name, load(kind, choice.name).inline(choice.options))
+    if "." in choice.name:
+        # A module is imported where its user names it, and never where a stored run does.
+        load(kind, choice.name)
+    return canonical(kind, choice)
+
+
+def canonical(kind: str, choice: Choice) -> Choice:
+    """The same choice in one spelling: options in the order of their definition, without those equal to their default.
+
+    Options of ALWAYS_NAMED remain. So do options that the plugin does not have; its `check` refuses them. The options
+    of a plugin that is not installed are left as they are.
+
+    >>> str(canonical("strategies", Choice.parse("mesh:pp=2,sequence=true,tp=2")))
+    'mesh:tp=2,pp=2'
+    >>> str(canonical("strategies", Choice("zero")))
+    'zero:stage=1'
+    """
+    plugin = find(kind, choice.name)
+    options_class = getattr(plugin, "Options", None)
+    if not dataclasses.is_dataclass(options_class):
+        return choice
+    shown, options = getattr(plugin, "ALWAYS_NAMED", ()), {}
+    for field in dataclasses.fields(options_class):
+        default, is_given = field.default, field.name in choice.options
+        value = choice.options.get(field.name, default)
+        if isinstance(default, float) and type(value) is int:
+            value = float(value)
+        # True equals 1, but is refused as a number.
+        is_default = type(value) is type(default) and value == default
+        if field.name in shown or (is_given and not is_default):
+            options[field.name] = value
+    known = {field.name for field in dataclasses.fields(options_class)}
+    return Choice(choice.name, options | {k: v for k, v in choice.options.items() if k not in known})
 
 
 def _shipped(kind: str) -> dict[str, ast.Module]:

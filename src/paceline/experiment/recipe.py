@@ -40,7 +40,7 @@ def fields(spec: RunSpec) -> dict[str, Any]:
     return {
         "workload": str(spec.workload),
         "model": str(spec.model),
-        **({"strategy": str(spec.strategy)} if spec.strategy else {}),
+        **({"strategy": spec.strategy_text} if spec.strategy else {}),
         "launcher": str(spec.launcher),
         "device": topology.device,
         "nodes": topology.nodes,

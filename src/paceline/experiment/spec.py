@@ -375,6 +375,8 @@ class RunSpec:
             # Data and precision are fields of `training`.
             unused = ("warmup", "steps")
         fields = self._without(*NO_CELL, *unused)
+        if self.strategy:
+            fields["strategy"] = _plain(plugins.canonical("strategies", self.strategy))
         if self.script:
             # Two versions of a script are one cell, so that they can be compared.
             del fields["script"]["code"]
@@ -432,6 +434,11 @@ class RunSpec:
         return self.workload.name == "reference" or self.reduction is not None
 
     @property
+    def strategy_text(self) -> str | None:
+        """The strategy as tables name it. Runs that were stored with options equal to their default say the same."""
+        return str(plugins.canonical("strategies", self.strategy)) if self.strategy else None
+
+    @property
     def model_text(self) -> str:
         """The model as tables name it: for a directory, its last path component and a digest of its content."""
         return _short_name(self.model, self.contents.get("model"))
@@ -464,7 +471,7 @@ class RunSpec:
         t, s = self.training, self.serving
         axes: dict[str, Scalar] = {
             "workload": str(self.workload),
-            "strategy": str(self.strategy) if self.strategy else None,
+            "strategy": self.strategy_text,
             "model": None if self.traits.measures_network or self._is_model_unknown else self.model_text,
             "launcher": self.launcher.name,
             "device": self.topology.device,

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from paceline.analysis.findings import EQUAL, WORSE, Comparison, Recommendation, Report
+from paceline.analysis.findings import BETTER, EQUAL, WORSE, Comparison, Recommendation, Report
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.training import UNDECIDED
 from paceline.report.tables import (
@@ -26,9 +26,9 @@ from paceline.report.tables import (
     served,
     tradeoffs,
 )
-from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
+from paceline.report.tables.table import NO_ANSWER, first_sentence, proof_runs_text, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, short_models, turned, unranked, varying_axes
-from paceline.wording import listed, ratio_words, short_percent
+from paceline.wording import equal_sentence, listed, margin_sentence, undecided_parts, within_words
 
 # Sentences of a report about the machine; each is empty if the report has no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
@@ -43,7 +43,6 @@ MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
 # A reader must not miss these, whatever else there is to say.
 _URGENT = ("Data arrived corrupted", "Failed", "Suspect", "Inconclusive, test")
 _MEMORY = "peak_memory_bytes"
-_MARGINS = {THROUGHPUT: "is {ratio} times as fast as", _MEMORY: "needs {ratio} times the peak memory of"}
 # How to name the end of a cell without a valid run: singular and plural.
 _ENDS = {
     "oom": ("does not fit", "do not fit"),
@@ -74,8 +73,9 @@ def answer(report: Report) -> tuple[str, str]:
     found = headline(report)
     if found is not None:
         first = first_sentence(found.text)[0]
-        if found.metric in _MARGINS:
-            first = " ".join(filter(None, (_outcome(report, found, _where(report, found)), _rates(report, found))))
+        if found.metric in (THROUGHPUT, _MEMORY):
+            text = f"{outcome(report, found, _where(report, found))}."
+            first = " ".join(filter(None, (text, _rates(report, found))))
         return first, _beside(report, found)
     first, *others = _without_choice(report)
     return first, others[0] if others else ""
@@ -122,49 +122,56 @@ def _rates(report: Report, found: Recommendation) -> str:
     return f"{'; '.join(rates)}." if rates else ""
 
 
-def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
-    """The winner and its margin; if several lead, whether they are equal or the data is inconclusive."""
-    versus, names = found.decisive, listed(found.choose)
+def outcome(report: Report, found: Recommendation, where: str = "", *, brief: bool = False) -> str:
+    """The winner and its margin; if several lead, whether they are equal or the data is inconclusive. Without its full
+    stop. brief: without intervals, and without naming more than a few leaders."""
+    versus = found.decisive
+    many = brief and len(found.choose) >= _MOST_NAMED
+    names = f"{len(found.choose)} strategies" if many else listed(found.choose)
     if versus is not None and len(found.choose) == 1:
-        return f"{_margin(versus, where)}."
+        return _margin(versus, where, brief=brief)
     axes = found.because[0].axes if found.because else None
     ties = [
         c
         for c in report.comparisons
         if c.metric == found.metric and {c.label, c.other_label} <= {*found.choose} and axes in (None, c.axes)
     ]
-    if ties and all(c.verdict == EQUAL for c in ties):
-        within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
-        text = f"{names} are equal (within {max(within, 1)} %){where}"
-    elif any(c.launches == 1 for c in ties):
+    are_equal = bool(ties) and all(c.verdict == EQUAL for c in ties)
+    if versus is not None:
+        winner = versus.label if versus.verdict == BETTER else versus.other_label
+        others = [name for name in found.choose if name != winner]
+        also = f"{len(others)} others" if many else listed(others)
+        parts = [f"inconclusive against {also}", *(() if brief else _unseen(ties))]
+        if are_equal:
+            parts = [
+                f"equal to {also}" if brief else f"equal to {also} ({within_words((c.low, c.high) for c in ties)})"
+            ]
+        return "; ".join((_margin(versus, where, brief=brief), *parts))
+    if are_equal:
+        return equal_sentence(f"{names}{where}", ((c.low, c.high) for c in ties))
+    if any(c.launches == 1 for c in ties):
         from paceline.analysis.statistics.verdict import ONE_LAUNCH
 
-        text = f"No verdict on {names}{where}: {ONE_LAUNCH}"
-    elif versus is None:
-        text = f"Inconclusive: {names} cannot be ranked{where}{_undecided(ties)}"
-    else:
-        return f"{_margin(versus, where)}; {names} cannot be ranked{_undecided(ties)}."
-    return f"{text}." if versus is None else f"{text}; {_margin(versus)}."
+        return f"No verdict on {names}{where}: {ONE_LAUNCH}"
+    return "; ".join((f"Inconclusive: {names}{where}", *_unseen(ties)))
 
 
-def _undecided(comparisons: Sequence[Comparison]) -> str:
-    """What these comparisons could have shown, and how many launches would decide the least certain of them."""
-    widest = max(comparisons, key=lambda c: c.detectable_ratio or 0.0, default=None)
-    if widest is None or not widest.detectable_ratio:
-        return ""
-    text = f"; smallest detectable difference {short_percent(widest.detectable_ratio)}"
-    if widest.launches_needed is None:
-        return text
-    return f"{text}; about {widest.launches_needed} launches of each would decide"
+def _unseen(ties: Sequence[Comparison]) -> list[str]:
+    """What these could have shown, and how many launches would decide the least certain of them."""
+    widest = max(ties, key=lambda c: c.detectable_ratio or 0.0, default=None)
+    return [] if widest is None else undecided_parts(widest.detectable_ratio, widest.launches_needed)
 
 
-def _margin(versus: Comparison, where: str = "") -> str:
-    """`FSDP2 is 1.34 times as fast as ZeRO-3 on 4 GPUs (95 % interval 1.31 to 1.37)`, from the winner's side."""
+def _margin(versus: Comparison, where: str = "", *, brief: bool = False) -> str:
+    """`FSDP2 is 34 % faster than ZeRO-3 on 4 GPUs (95 % interval 31 to 37 %)`, from the winner's side. The level of the
+    proof of equal work is the last clause, except of a brief one, whose headline ends in it."""
     c = turned(versus) if versus.verdict == WORSE else versus
-    ratio, interval = ratio_words(c.ratio, c.low, c.high)
-    words = _MARGINS[c.metric].format(ratio=ratio)
-    level = f"; equal work: {c.level}" if c.level else ""
-    return f"{c.label} {words} {c.other_label}{where}{interval}{level}"
+    text = margin_sentence(c.metric, c.label, f"{c.other_label}{where}", c.ratio, c.low, c.high, interval=not brief)
+    return f"{text}; {level_clause(c.level)}" if c.level and not brief else text
+
+
+def level_clause(level: str) -> str:
+    return f"equal work: {level}"
 
 
 def _where(report: Report, found: Recommendation) -> str:
@@ -199,10 +206,10 @@ def _beside(report: Report, found: Recommendation) -> str:
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
     lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
-        return ("Peak memory: " if len(lean.choose) > 1 else "") + _outcome(report, lean)
+        return ("Peak memory: " if len(lean.choose) > 1 else "") + f"{outcome(report, lean)}."
     if bottleneck := _bottleneck(report, found):
         return bottleneck
-    decided = [c for c in found.because if c.is_decided and c.metric in _MARGINS]
+    decided = [c for c in found.because if c.is_decided and c.metric in (THROUGHPUT, _MEMORY)]
     widest = max(decided, key=lambda c: abs(math.log(c.ratio)), default=None)
     return f"{_margin(widest)}." if widest is not None and widest is not found.decisive else ""
 
@@ -276,4 +283,5 @@ def _without_choice(report: Report) -> list[str]:
     tuned = finetuning.sentence(report)
     ended = [_endings_of(report, bool(tuned))] if ranked_cells(report) or not machine else []
     said = sorted((*ended, *machine), key=lambda sentence: not sentence.startswith(_URGENT))
-    return [tuned or NO_ANSWER, *filter(None, said)]
+    alone = "" if any(not run.proves_only for run in report.runs) else proof_runs_text(report)
+    return [tuned or (f"{alone}." if alone else NO_ANSWER), *filter(None, said)]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.analysis.findings import EQUAL, SHARED_GPU, WORSE, Recommendation, Report, once
+from paceline.analysis.findings import CERTIFIED, SHARED_GPU, Recommendation, Report, once
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.compare import FASTER, SLOWER
 from paceline.report import answer as sentences
@@ -23,9 +23,9 @@ from paceline.report.tables.fabric import best_row
 from paceline.report.tables.fabric_links import number
 from paceline.report.tables.table import certified_sentence, equal_work_text, first_sentence
 from paceline.report.text import trust
-from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned
+from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells
 from paceline.report.tiles import MEMORY, Tile, best_load, tiles
-from paceline.wording import direction, format_own, format_parts, listed, places, scale_of, short_percent
+from paceline.wording import format_own, format_parts, listed, places, scale_of, short_percent
 
 MOST_WORDS = 15
 # The main chart is the first of these that the report has; a name ends where several charts share a beginning.
@@ -83,20 +83,22 @@ def main_chart(charts: Iterable[Chart]) -> str | None:
 
 @once
 def headline(report: Report) -> str:
-    """The answer in at most 15 words."""
+    """The answer in at most 15 words, and the level of the proof of equal work where it is not certified as a whole."""
     design = max(report.effects, key=lambda outcome: len(outcome.effects), default=None)
     found = sentences.headline(report)
+    choice = _choice(report, found) if found and found.metric in (THROUGHPUT, MEMORY) else ""
     candidates = [
         _effects(report) if design and design.effects else "",
         tradeoffs.headline(report),
-        _choice(report, found) if found and found.metric in (THROUGHPUT, MEMORY) else "",
+        choice,
         _served(report),
         finetuning.sentence(report),
         *_machine(report),
         _only_cell(report),
         sentences.answer(report)[0],
     ]
-    return next(brief(text) for text in candidates if text)
+    said = next(text for text in candidates if text)
+    return brief(said) + (_level(found) if found and said == choice else "")
 
 
 def brief(sentence: str) -> str:
@@ -128,38 +130,21 @@ def _effects(report: Report) -> str:
 
 
 def _choice(report: Report, found: Recommendation) -> str:
-    """The winner and its margin in percent, equal leaders, or why there is no verdict."""
-    versus, group = found.decisive, lead_group(report)
+    """The winner and its margin in percent, equal leaders, or the highest rate if there was one launch each."""
+    group = lead_group(report)
     where = f" on {axis_text('world_size', group.axes)}" if group and group.axes.get("world_size") else ""
-    names = listed(found.choose) if len(found.choose) < 4 else f"{len(found.choose)} strategies"
     ties = [c for c in found.because if {c.label, c.other_label} <= {*found.choose} and c.metric == found.metric]
-    are_equal = bool(ties) and all(c.verdict == EQUAL for c in ties)
-    if versus is not None:
-        c = turned(versus) if versus.verdict == WORSE else versus
-        percent = abs(c.ratio - 1) * 100
-        margin = f"{format_own(percent, 0 if percent >= 10 else 1)} %"
-        word = direction(c.metric, c.ratio) if c.metric == THROUGHPUT else "less memory"
-        needs = "needs " if c.metric != THROUGHPUT else "is "
-        undecided = [name for name in found.choose if name != c.label]
-        if not are_equal:
-            text = f"{c.label} {needs}{margin} {word} than {c.other_label}{where}"
-            named = f"{text}; inconclusive against {listed(undecided)}"
-            # Who else may be as good must not be cut from a long headline.
-            short = (
-                named if len(named.split()) <= MOST_WORDS else f"{text}; inconclusive against {len(undecided)} others"
-            )
-            return short if undecided else text
-        return f"{names} lead{where}: {margin} {word} than {c.other_label}"
-    if are_equal:
-        within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
-        return f"{names} are equal (within {max(within, 1)} %){where}"
-    if any(c.launches == 1 for c in ties) and group:
+    if found.decisive is None and any(c.launches == 1 for c in ties) and group:
         row = max(group.rows, key=lambda row: row.measurements[THROUGHPUT].value or 0.0)
         rate = format_parts(row.measurements[THROUGHPUT].value, None, None)[0]
         return f"Up to {rate} tokens/s ({row.label}); one launch each, so no verdict"
-    widest = max((c.detectable_ratio or 0.0 for c in ties), default=0.0)
-    seen = f"; differences under {short_percent(widest)} go unseen" if widest else ""
-    return f"No clear winner among {names}{where}{seen}"
+    return sentences.outcome(report, found, where, brief=True)
+
+
+def _level(found: Recommendation) -> str:
+    """How equal the work of the compared runs is known to be, where it is less than certified at full size."""
+    levels = dict.fromkeys(c.level for c in found.because if c.level and c.level != CERTIFIED)
+    return f"; {sentences.level_clause(listed(levels))}" if levels else ""
 
 
 def _served(report: Report) -> str:

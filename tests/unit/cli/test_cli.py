@@ -580,11 +580,13 @@ def test_a_layout_is_drawn_below_all_strategies_that_have_it(make_spec: Callable
     specs = [make_spec(name, 2, model="tiny-llama", accumulation=2) for name in names]
     assert experiments.pictures([*specs, specs[0]]) == [
         "mesh:tp=2; mesh:tp=2,sequence=false",
-        "  rank 0  replica 0  part 1 of 2 of every layer",
-        "  rank 1  replica 0  part 2 of 2 of every layer",
+        "  rank  replica  tensor",
+        "     0        0  1 of 2",
+        "     1        0  2 of 2",
         "mesh:pp=2,micro_batches=2; mesh:pp=2,layers=1+1",
-        "  rank 0  replica 0  layer 0 + embedding",
-        "  rank 1  replica 0  layer 1 + head",
+        "  rank  replica  layers",
+        "     0        0  0 + embedding",
+        "     1        0  1 + head",
     ]
     whole = experiments.pictures([make_spec("mesh:shard=2", 4), make_spec("mesh:shard=4", 4)])
-    assert len(whole) == 2 * (1 + 4)
+    assert len(whole) == 2 * (1 + 1 + 4)

@@ -585,3 +585,15 @@ def test_a_field_of_serving_is_refused_by_its_type(tmp_path: Path, golden: objec
         expansion.load(str(path), ["device=cpu"])
     assert str(caught.value) == golden
     assert "many" in str(caught.value)
+
+
+def test_wrong_degrees_are_reported_before_the_batch_that_follows_from_them(file: Any) -> None:
+    base = {"model": "tiny-llama", "processes": 4, "global_batch": 8, "strategy": "mesh:dp=3,tp=2"}
+    (spec,) = file({"base": base})
+    reason = plugins.load("strategies", "mesh").check(spec)
+    assert reason == "the layout needs dp 3 x cp 1 x tp 2 x pp 1 = 6 processes, got 4"
+
+
+def test_a_strategy_written_in_two_ways_is_one_cell(file: Any) -> None:
+    (spec,) = file({"matrix": {"strategy": ["mesh:tp=2", "mesh:tp=2,sequence=true", "tp:schedule=1f1b"]}})
+    assert str(spec.strategy) == "mesh:tp=2"

@@ -51,8 +51,8 @@ def test_stages_cover_all_layers_once(name: str, layers: int) -> None:
         ("3d", 8, "mesh:tp=2,pp=2,shard=2"),
         # The rest is sharded, whatever is left for it.
         ("3d:tp=8,pp=4", 64, "mesh:tp=8,pp=4,shard=2"),
-        ("3d:cp=2", 16, "mesh:tp=2,pp=2,shard=4,cp=2"),
-        ("3d:shard=1", 8, "mesh:tp=2,pp=2,shard=1"),
+        ("3d:cp=2", 16, "mesh:cp=2,tp=2,pp=2,shard=4"),
+        ("3d:shard=1", 8, "mesh:tp=2,pp=2"),
         ("3d:tp=many", 8, "mesh:tp=many,pp=2,shard=4"),
         ("ddp", 8, "ddp"),
     ],
@@ -83,7 +83,16 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ("mesh:cp=2", {"processes": 2, "sequence_length": 30}, "needs a sequence length that 4 divides, got 30"),
         ("mesh:pp=4", {"processes": 4, "accumulation": 4}, "= 4 stages exceed the 2 layers"),
         ("mesh:pp=2", {"processes": 2, "accumulation": 1}, "needs at least 2 micro batches, got 1"),
-        ("mesh:pp=2,virtual=2", {"processes": 2, "accumulation": 4}, "has 1 stages per rank, got virtual=2"),
+        (
+            "mesh:pp=2,virtual=1,schedule=interleaved-1f1b",
+            {"processes": 2, "accumulation": 4},
+            "needs at least 2 stages per rank, got virtual=1",
+        ),
+        (
+            "mesh:pp=2,virtual=2",
+            {"processes": 2, "accumulation": 4},
+            "the schedule 1f1b needs 1 stage per rank, got virtual=2; leave out virtual",
+        ),
         ("mesh:tp=2", {"processes": 2, "precision": "float8"}, "tp 2 splits the matrices that an 8-bit scale belongs"),
         (
             "mesh:cp=2",
@@ -112,7 +121,7 @@ def test_memory_by_component_is_predicted_for_layouts(make_spec: Callable[..., R
 
 @pytest.mark.parametrize(
     ("layers", "reason"),
-    [("1+1", None), ("2", "needs to give each of 2 stages some of 2 layers"), ("1+2", "some of 2 layers")],
+    [("1+1", None), ("2", "layers=2 is 2 layers in 1 stage; tiny has 2"), ("1+2", "tiny has 2 layers, for 2 stages")],
 )
 def test_an_uneven_pipeline_has_all_layers(make_spec: Callable[..., RunSpec], layers: str, reason: str | None) -> None:
     spec = make_spec("mesh:pp=2", processes=2, accumulation=2, model="tiny")
@@ -132,15 +141,24 @@ def test_unknown_options_are_named() -> None:
 def test_the_picture_says_which_rank_holds_what() -> None:
     layout = Layout(dp=2, tp=2, pp=2, shard=2, schedule="1f1b")
     assert layout.picture(4) == [
-        "rank 0  replica 0  layers 0-1 + embedding  part 1 of 2 of every layer  shard 1 of 2",
-        "rank 1  replica 0  layers 0-1 + embedding  part 2 of 2 of every layer  shard 1 of 2",
-        "rank 2  replica 1  layers 0-1 + embedding  part 1 of 2 of every layer  shard 2 of 2",
-        "rank 3  replica 1  layers 0-1 + embedding  part 2 of 2 of every layer  shard 2 of 2",
-        "rank 4  replica 0  layers 2-3 + head  part 1 of 2 of every layer  shard 1 of 2",
-        "rank 5  replica 0  layers 2-3 + head  part 2 of 2 of every layer  shard 1 of 2",
-        "rank 6  replica 1  layers 2-3 + head  part 1 of 2 of every layer  shard 2 of 2",
-        "rank 7  replica 1  layers 2-3 + head  part 2 of 2 of every layer  shard 2 of 2",
+        "rank  replica  layers           tensor  shard",
+        "   0        0  0-1 + embedding  1 of 2  1 of 2",
+        "   1        0  0-1 + embedding  2 of 2  1 of 2",
+        "   2        1  0-1 + embedding  1 of 2  2 of 2",
+        "   3        1  0-1 + embedding  2 of 2  2 of 2",
+        "   4        0  2-3 + head       1 of 2  1 of 2",
+        "   5        0  2-3 + head       2 of 2  1 of 2",
+        "   6        1  2-3 + head       1 of 2  2 of 2",
+        "   7        1  2-3 + head       2 of 2  2 of 2",
     ]
+
+
+def test_a_picture_of_every_dimension_fits_a_terminal() -> None:
+    layout = Layout(dp=2, cp=2, tp=2, pp=2, ep=2, shard=4, virtual=2, schedule="interleaved-1f1b")
+    lines = layout.picture(16, 16)
+    assert lines[0] == "rank  replica  layers                    tensor  sequence  experts  shard"
+    assert lines[1] == "   0        0  0-3 and 8-11 + embedding  1 of 2  1 of 2    0-7      1 of 4"
+    assert max(map(len, lines)) <= 76, "with the indent, 80 columns"
 
 
 def test_the_bubble_of_a_pipeline() -> None:
@@ -152,5 +170,5 @@ def test_the_bubble_of_a_pipeline() -> None:
 def test_experts_are_spread_over_data_parallel_ranks() -> None:
     layout = Layout(dp=4, ep=2, shard=4)
     assert (layout.expert_shard, layout.expert_replicate, layout.sizes()) == (2, 1, {"ep": 2, "shard": 4})
-    assert layout.picture(2, 8)[1] == "rank 1  replica 1  experts 4-7  shard 2 of 4"
-    assert Layout(dp=4, ep=4).picture(2, 4)[3] == "rank 3  replica 3  expert 3"
+    assert layout.picture(2, 8)[2] == "   1        1  4-7      2 of 4"
+    assert Layout(dp=4, ep=4).picture(2, 4)[4] == "   3        3  3"

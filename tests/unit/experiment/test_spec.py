@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RequestError
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
 
@@ -243,3 +244,37 @@ def test_how_long_to_wait_for_an_engine_makes_no_other_run(make_spec: Any) -> No
     assert plain.run_id == patient.run_id
     assert plain.cell == patient.cell
     assert plain.run_id != other.run_id
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("mesh:tp=2", "mesh:tp=2"),
+        ("mesh:tp=2,sequence=true", "mesh:tp=2"),
+        ("mesh:shard=2,tp=2,schedule=1f1b", "mesh:tp=2,shard=2"),
+        ("tp:tp=2,loss_parallel=true", "mesh:tp=2"),
+        ("mesh:tp=2,sequence=false", "mesh:tp=2,sequence=false"),
+        ("ddp:static_graph=false", "ddp"),
+        ("ddp:static_graph=true", "ddp:static_graph=true"),
+        ("fsdp2:reshard_after_forward=true", "fsdp2"),
+        ("zero", "zero:stage=1"),
+        ("zero:overlap=true,stage=3", "zero:stage=3"),
+        ("powersgd:rank=4", "compressed:method=powersgd"),
+        ("compressed", "compressed:method=bf16"),
+        ("diloco:outer_rate=1", "compressed:method=diloco,outer_rate=1.0"),
+        # Refused where they are checked, in a sentence that names them.
+        ("ddp:static_graph=0,other=1", "ddp:static_graph=0,other=1"),
+    ],
+)
+def test_a_strategy_has_one_name(text: str, name: str) -> None:
+    assert str(plugins.expanded("strategies", Choice.parse(text), 1, 4)) == name
+
+
+def test_options_at_their_default_make_no_other_cell(make_spec: Make) -> None:
+    short, spelled = make_spec("mesh:tp=2"), make_spec("mesh:sequence=true,tp=2")
+    assert short.cell == spelled.cell
+    assert short.axes() == spelled.axes()
+    assert make_spec("zero").cell == make_spec("zero:stage=1").cell != make_spec("zero:stage=2").cell
+    # A run that was stored with them keeps its id, which names its folder.
+    assert RunSpec.from_dict(json.loads(json.dumps(spelled.to_dict()))).run_id == spelled.run_id
+    assert spelled.strategy == Choice("mesh", {"sequence": True, "tp": 2})

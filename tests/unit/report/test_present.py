@@ -59,15 +59,14 @@ def test_what_is_not_zero_never_reads_as_zero() -> None:
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ((1.3412, 1.312, 1.371), "1.34 (95 % interval 1.31 to 1.37)"),
-        ((0.25, 0.249997, 0.250003), "0.250"),
-        ((0.3, 0.02, 2.9), "0.30 (95 % interval 0.02 to 2.90)"),
+        ((1.3412, 1.312, 1.371), "a is 34 % faster than b (95 % interval 31 to 37 %)"),
+        ((1.025, 1.011, 1.039), "a is 2.5 % faster than b (95 % interval 1.1 to 3.9 %)"),
+        ((1.25, 1.25, 1.25), "a is 25 % faster than b"),
+        ((3.0, 2.0, 4.5), "a is 3 times as fast as b (95 % interval 2 to 4.5)"),
     ],
 )
-def test_a_ratio_has_the_digits_of_its_interval_and_no_interval_that_says_nothing(
-    numbers: tuple[float, float, float], text: str
-) -> None:
-    assert "".join(wording.ratio_words(*numbers)) == text
+def test_a_margin_is_in_percent_until_a_factor_reads_better(numbers: tuple[float, float, float], text: str) -> None:
+    assert wording.margin_sentence("tokens_per_s", "a", "b", *numbers) == text
 
 
 def test_names_in_a_row_and_cut_short() -> None:

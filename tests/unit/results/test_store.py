@@ -52,6 +52,17 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path, spec: RunSpec, make_
     assert record.evidence.init_digest == "abc"
 
 
+def test_a_run_stored_with_options_at_their_default_is_read_in_its_folder(
+    tmp_path: Path, make_spec: Make, make_run: Make
+) -> None:
+    """Experiments leave them out today; folders written before did not."""
+    run_dir = make_run(tmp_path, make_spec("mesh:tp=2,sequence=true", 2), Status.OK, samples=[])
+    record = store.read_run(run_dir)
+    assert run_dir.name.startswith("mesh-tp-2-sequence-true-")
+    assert record.spec.cell == make_spec("mesh:tp=2", 2).cell
+    assert record.spec.axes()["strategy"] == "mesh:tp=2"
+
+
 def test_the_folder_stands_where_the_design_says(tmp_path: Path, spec: RunSpec) -> None:
     assert store.create(tmp_path, spec) == tmp_path / "test" / spec.run_id
     assert json.loads((tmp_path / "test" / spec.run_id / "spec.json").read_text())["schema"] == 1

@@ -11,9 +11,9 @@ from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Compa
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import Window, step_table
+from paceline.wording import speed_clause
 
 AXIS, SPEED = "compile", "tokens_per_s"
-_WORDS = {BETTER: "faster", WORSE: "slower", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
 
@@ -78,9 +78,9 @@ def extra_s(window: Window) -> float:
 def sentence(mode: str, compile_s: float, speed: float, verdict: str, after: int | None) -> str:
     """
     >>> sentence("default", 41.3, 1.3, BETTER, 212)
-    'compile default takes 41.3 s, 1.30 times as fast (faster): it pays after 212 steps.'
+    'compile default takes 41.3 s, 30 % faster: it pays after 212 steps.'
     """
     pays = "it does not pay" if after is None else f"it pays after {after:,} steps"
     unsure = ", if that speed is real" if verdict == INCONCLUSIVE and after is not None else ""
     took = f"{compile_s:.3g} s"
-    return f"compile {mode} takes {took}, {speed:.2f} times as fast ({_WORDS[verdict]}): {pays}{unsure}."
+    return f"compile {mode} takes {took}, {speed_clause(verdict, speed)}: {pays}{unsure}."

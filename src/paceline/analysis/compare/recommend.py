@@ -33,7 +33,7 @@ from paceline.analysis.training import layouts, metrics
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
 from paceline.errors import Scalar
-from paceline.wording import Scale, format_parts, listed, ratio_words
+from paceline.wording import Scale, equal_sentence, format_parts, inconclusive_sentence, listed, margin_sentence
 
 GIB = 2**30
 
@@ -152,24 +152,17 @@ def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], p
 
 def _leaders(names: Sequence[str], pairs: Sequence[Comparison]) -> str:
     """What is known about several cells that no other beats."""
-    if all(c.verdict == EQUAL for c in pairs):
-        return f"{listed(names)} are equal"
+    if pairs and all(c.verdict == EQUAL for c in pairs):
+        return equal_sentence(listed(names), ((c.low, c.high) for c in pairs))
     if any(c.launches == 1 for c in pairs):
         return f"No verdict on {listed(names)}: {ONE_LAUNCH}"
-    return f"{listed(names)} cannot be ranked: the data is inconclusive"
+    widest = max(pairs, key=lambda c: c.detectable_ratio or 0.0, default=None)
+    return inconclusive_sentence(listed(names), widest.detectable_ratio if widest else None)
 
 
 def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
-    """How far the best is from the next, with as many digits as the interval supports."""
-    value, interval = ratio_words(ratio, low, high)
-    words = {
-        "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best{interval}.",
-        "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best{interval}.",
-        "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best{interval}.",
-        COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best{interval}.",
-        EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best{interval}.",
-    }[metric]
-    return words.format(best=best, other=other, ratio=value, interval=interval)
+    """How far the best is from the next."""
+    return f"{margin_sentence(metric, best, f'{other}, the next best', ratio, low, high)}."
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:

@@ -102,7 +102,7 @@ def _members(cells: Sequence[Cell], kind: str) -> list[Member]:
         bases = [cell for cell in members if cell.spec.topology.world_size == smallest]
         if len(bases) < len(members):
             found += [m for cell in members if (m := _member(kind, cell, bases)) is not None]
-    return sorted(found, key=lambda m: (str(m.cell.spec.strategy), m.world_size, m.cell.id))
+    return sorted(found, key=lambda m: (str(m.cell.spec.strategy_text), m.world_size, m.cell.id))
 
 
 def _member(kind: str, cell: Cell, bases: Sequence[Cell]) -> Member | None:
@@ -185,7 +185,7 @@ def _compared_group(key: str, members: Sequence[Member], named: Sequence[str]) -
     everything = [m.cell.axes for m in ordered]
     shared = {name: value for name, value in everything[0].items() if all(a[name] == value for a in everything)}
     shared["scaling"] = ordered[0].kind
-    names = {m.cell.id: str(m.cell.spec.strategy) for m in ordered}
+    names = {m.cell.id: str(m.cell.spec.strategy_text) for m in ordered}
     title = title_of({**shared, DEVICE: device_kind(ordered[0].cell)}, named)
     title = f"{title}, {ordered[0].kind} scaling"
     group = Group("strategy", key, title, tuple(m.cell for m in ordered), names, shared)

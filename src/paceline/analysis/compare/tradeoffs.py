@@ -23,8 +23,9 @@ from paceline.analysis.statistics.verdict import ONE_LAUNCH, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import STEP_COLUMNS, Window, step_table
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
-from paceline.wording import short_count
+from paceline.wording import short_count, speed_clause
 
 # Fields in which a strategy may differ from its baseline, and those over which pairs are formed.
 VARIES = ("strategy", "training.accumulation", "seed")
@@ -48,7 +49,6 @@ MEANING: Mapping[str, str] = {
     "float8_rowwise_gw_hp": f"{_SCALED.format('row')}, gradients of weights in bf16",
     "mxfp8": _SCALED.format("32 values"),
 }
-VERDICT_WORDS = {BETTER: "faster", WORSE: "slower", EQUAL: "equal", INCONCLUSIVE: "inconclusive"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def analyse(cells: Sequence[Cell], unstable: Collection[str] = ()) -> tuple[Trad
 def _strategies(trained: Sequence[Cell], unstable: Collection[str]) -> list[Tradeoff]:
     found: list[Tradeoff] = []
     for members in grouped(trained, _setting).values():
-        by_strategy = grouped(members, lambda cell: str(cell.spec.strategy))
+        by_strategy = grouped(members, lambda cell: str(cell.spec.strategy_text))
         exact = {name: own for name, own in by_strategy.items() if own[0].spec.approximation is None}
         others = {name: own for name, own in by_strategy.items() if name not in exact}
         if exact and others:
@@ -119,7 +119,8 @@ def _setting_but_precision(cell: Cell) -> str:
     """Equal for cells that differ in precision and seed only; gathering in float8 is a part of the precision."""
     strategy, fields = cell.spec.strategy, ("strategy", "seed", "training.precision.compute")
     options = {key: value for key, value in strategy.options.items() if key != GATHERED} if strategy else {}
-    return key_without(cell, fields, strategy=str(strategy and Choice(strategy.name, options)))
+    text = str(plugins.canonical("strategies", Choice(strategy.name, options))) if strategy else None
+    return key_without(cell, fields, strategy=str(text))
 
 
 def _precision_name(cell: Cell) -> str:
@@ -289,16 +290,16 @@ def sentence(
     tokens: int,
     axes: Mapping[str, object],
 ) -> str:
-    """`powersgd: 31 times fewer bytes than ddp, 1.8 times as fast at 1,000 Mbit/s (faster), loss +0.4 % after 41K
+    """`powersgd: 31 times fewer bytes than ddp, 80 % faster at 1,000 Mbit/s, loss +0.4 % after 41K
     tokens (inconclusive), -3.1 % after the same time (lower).`"""
     own, other = sent
     parts = []
     if own and other:
         parts.append(f"{bytes_words(own, other)} than {baseline}")
-    than = "" if parts else f" as {baseline}"
     where = f" at {mbit:,g} Mbit/s" if isinstance(mbit := axes.get("network_mbit"), int | float) else ""
     if speed is not None:
-        parts.append(f"{speed.value:.3g} times as fast{than}{where} ({VERDICT_WORDS[speed.verdict]})")
+        than = "" if parts else baseline
+        parts.append(f"{speed_clause(speed.verdict, speed.value, than)}{where}")
     after = f"after {short_count(tokens)} tokens"
     parts.append(f"loss {percent(loss.value)} {after} ({loss.loss_word})")
     if timely is not None:

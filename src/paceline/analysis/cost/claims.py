@@ -70,7 +70,7 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
         for r in records
         if r.status is Status.CLAIMED and r.claims
     ]
-    ordered = sorted(stated, key=lambda s: (s.source, str(s.spec.strategy), s.devices))
+    ordered = sorted(stated, key=lambda s: (s.source, str(s.spec.strategy_text), s.devices))
     by_source = grouped(ordered, lambda s: s.source)
     axes = {r.spec.run_id: axes_of(r) for r in records if r.claims}
     claims = tuple(c for s in ordered for c in _claims(s, by_source[s.source], axes[s.spec.run_id]))

@@ -336,7 +336,8 @@ class Goodput:
     the end of its last step: span = start + counted + redone + checkpoint + down.
 
     counted are the steps of the trajectory, redone those that a later attempt repeated, start the time of the first
-    attempt to its first step, down everything between attempts: detection, queueing, starting, loading.
+    attempt to its first step, down everything between attempts: detection, queueing, starting, loading. interruptions:
+    how often the command ended and was repeated, which is no restart.
     """
 
     span_s: float
@@ -347,6 +348,7 @@ class Goodput:
     down_s: float
     restarts: int
     checkpoints: int
+    interruptions: int = 0
 
     @property
     def ratio(self) -> float:
@@ -355,7 +357,8 @@ class Goodput:
     @property
     def text(self) -> str:
         """One sentence for the list of runs."""
-        times = f"restarted {_times(self.restarts)}" if self.restarts else "not restarted"
+        counts = (("restarted", self.restarts), ("interrupted", self.interruptions))
+        times = ", ".join(f"{word} {_times(count)}" for word, count in counts if count) or "not restarted"
         written = f"{self.checkpoint_s:.3g} s checkpoints ({_times(self.checkpoints)})"
         lost = f"{self.redone_s:.3g} s redone, {written}, {self.down_s:.3g} s down"
         return f"{times}; {self.ratio:.0%} goodput; {lost}; speeds are from undisturbed steps"

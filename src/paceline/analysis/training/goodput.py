@@ -69,6 +69,7 @@ def goodput(record: RunRecord) -> Goodput | None:
         # The controller polls ten times per second, so it may see slightly less time than ranks report.
         down_s=max(span_s - start_s - counted_s - redone_s - checkpoint_s, 0.0),
         restarts=sum(attempt.status != INTERRUPTED for attempt in record.attempts[:-1]),
+        interruptions=sum(attempt.status == INTERRUPTED for attempt in record.attempts[:-1]),
         checkpoints=len({(c.attempt, c.step) for c in record.checkpoints}),
     )
 

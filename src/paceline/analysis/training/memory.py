@@ -173,7 +173,7 @@ def _series(spec: RunSpec) -> str:
     t = spec.training
     limit: Scalar = spec.workload.options.get("limit_gib")
     words: Mapping[str, bool] = {
-        str(spec.strategy): True,
+        str(spec.strategy_text): True,
         spec.model_text: True,
         axis_text("world_size", spec.axes()): True,
         t.precision.compute: True,

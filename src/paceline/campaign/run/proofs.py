@@ -87,10 +87,16 @@ class Group:
     @property
     def text(self) -> str:
         """What will happen, for whoever starts or plans it."""
-        count = len(self.runs)
-        them = "1 configuration is" if count == 1 else f"{count} configurations are"
-        after = ", then compared with each other at full size" if count > 1 else ""
-        return f"proof: {self.why}. {them} certified on {self.reduction.text}{after}."
+        return _groups_text([self])
+
+
+def _groups_text(groups: Sequence[Group]) -> str:
+    """What will happen with proof groups that have one reason and one reduction, such as those of several seeds."""
+    first, count = groups[0], sum(len(group.runs) for group in groups)
+    them = "1 configuration is" if count == 1 else f"{count} configurations are"
+    others = "each other" if len(groups) == 1 else "the others of the same work"
+    after = f", then compared with {others} at full size" if any(len(group.runs) > 1 for group in groups) else ""
+    return f"proof: {first.why}. {them} certified on {first.reduction.text}{after}."
 
 
 class Proving:
@@ -130,8 +136,9 @@ class Proving:
         return spec.reduction is None or (group is not None and group.reduction == spec.reduction)
 
     def lines(self) -> list[str]:
-        """One sentence for each proof group, and for each work that has neither reference nor proof."""
-        return [*(group.text for group in self.groups.values()), *(f"proof: {why}." for why in self.refused.values())]
+        """What is proved on less and why, and why works have neither reference nor proof; each sentence once."""
+        alike = grouped(self.groups.values(), lambda group: (group.why, group.reduction.text)).values()
+        return [*map(_groups_text, alike), *dict.fromkeys(f"proof: {why}." for why in self.refused.values())]
 
     def after_oom(self, reference: RunSpec) -> list[RunSpec]:
         """The runs that follow because this reference ran out of memory; none if the user wants no proof."""

@@ -8,7 +8,7 @@ from paceline.analysis.findings import EQUAL, INCONCLUSIVE, Report
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
-from paceline.wording import ratio_words, short_percent, verdict_text
+from paceline.wording import equal_sentence, inconclusive_sentence, margin_sentence, short_percent, verdict_text
 
 SPEED = "output_tokens_per_s"
 Row = tuple[PairedReplicas, PairedRatio]
@@ -26,23 +26,25 @@ def sentence(report: Report) -> str:
         if not pair.ratios:
             continue
         speed = next((r for r in pair.ratios if r.metric == SPEED), pair.ratios[0])
-        ours, theirs = _name(pair.replica, pair.host), _name(pair.other, pair.other_host)
-        text = f"{ours} {_verdict(speed)} {theirs} on {pair.pairs:,} samples"
-        if speed.verdict in (EQUAL, INCONCLUSIVE):
-            bounds = speed.low, speed.high
-            verdict, interval = verdict_text(speed.verdict, speed.ratio, *bounds, "", speed.detectable_ratio)
-            text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict}, {interval}"
+        names = _name(pair.replica, pair.host), _name(pair.other, pair.other_host)
+        text = _verdict(speed, names, f" on {pair.pairs:,} samples")
         beside = [f"differs: {differences_text(pair.differences)}"] if pair.differences else []
         beside += [f"flagged: {flag}" for flag in pair.flags]
         sentences.append("; ".join((text[0].upper() + text[1:], *beside)) + ".")
     return " ".join(sentences)
 
 
-def _verdict(found: PairedRatio) -> str:
+def _verdict(found: PairedRatio, names: tuple[str, str], where: str) -> str:
+    one, other = names
     if found.verdict is None or found.low is None or found.high is None:
-        return f"is not ranked ({found.reason}) against"
-    value, interval = ratio_words(found.ratio, found.low, found.high)
-    return f"is {value} times as fast{interval} as"
+        return f"{one} is not ranked ({found.reason}) against {other}{where}"
+    if found.verdict == EQUAL:
+        return equal_sentence(f"{one} and {other}{where}", [(found.low, found.high)])
+    if found.verdict == INCONCLUSIVE:
+        return inconclusive_sentence(f"{one} and {other}{where}", found.detectable_ratio)
+    if found.verdict == FASTER:
+        return margin_sentence(SPEED, one, f"{other}{where}", found.ratio, found.low, found.high)
+    return margin_sentence(SPEED, other, f"{one}{where}", 1 / found.ratio, 1 / found.high, 1 / found.low)
 
 
 def _name(replica: int, host: str | None) -> str:

@@ -26,6 +26,7 @@ from paceline.analysis.findings import (
     RunFinding,
 )
 from paceline.analysis.findings.cell_axes import axis_text
+from paceline.analysis.grouping import grouped
 from paceline.report.text.cells import (
     THROUGHPUT,
     WIRE,
@@ -362,7 +363,7 @@ def certified_sentence(report: Report) -> str:
     own = _own_certificates(report)
     total, valid = len(own), [c for c in own if c.valid]
     if not total:
-        return "No run carries a certificate."
+        return f"Equal work: {text}." if (text := proof_runs_text(report)) else "No run carries a certificate."
     if any(c.level for c in own):
         first = f"Equal work: {equal_work_text(report)}."
     else:
@@ -388,6 +389,8 @@ def equal_work_text(report: Report) -> str:
     were proved on less."""
     own = _own_certificates(report)
     total = len(own)
+    if not total and (text := proof_runs_text(report)):
+        return text
     if _is_alone(own):
         return "1 run, with nothing to compare its work with"
     levels = Counter((DIFFERENT if c.differs else c.level or CERTIFIED) for c in own if c.valid)
@@ -395,6 +398,15 @@ def equal_work_text(report: Report) -> str:
     parts = [(level, levels[level]) for level in order if levels[level]]
     first, *rest = parts or [(CERTIFIED, 0)]
     return ", ".join((f"{first[1]} of {total} runs {first[0]}", *(f"{count} {level}" for level, count in rest)))
+
+
+def proof_runs_text(report: Report) -> str:
+    """`3 of 3 proof runs certified on 2 of 4 layers, no run at full size`: all that a report of proof runs can say."""
+    sizes = {run.run: run.proof for run in report.runs if run.proof and not run.is_reference}
+    by_size = grouped((c for c in report.certificates if c.run in sizes), lambda c: sizes[c.run])
+    counts = ((size, sum(c.valid for c in own), len(own)) for size, own in by_size.items())
+    parts = [f"{good} of {total} proof runs certified on {size}" for size, good, total in counts]
+    return "; ".join((*parts, "no run at full size")) if parts else ""
 
 
 def checks(certificate: Certificate) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.analysis.findings import BETTER, EQUAL, INCONCLUSIVE, WORSE, Relative, Report, Tradeoff
 from paceline.analysis.findings.cell_axes import axis_text, distinguishing_axes
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
-from paceline.wording import MISSING, Scale, format_parts
+from paceline.wording import MISSING, Scale, format_parts, speed_clause
 
 MB = Scale("MB", 1e-6)
 NETWORK = "network_mbit"
@@ -132,10 +132,10 @@ def best_first(report: Report) -> list[Tradeoff]:
 
 
 def headline(report: Report) -> str:
-    """`powersgd: 1.8 times as fast as ddp at 1 Gbit/s (faster), loss +0.4 % (inconclusive)`; empty without a trade."""
+    """`powersgd: 80 % faster than ddp at 1 Gbit/s, loss +0.4 % (inconclusive)`; empty without a trade."""
     row = next(iter(best_first(report)), None)
     if row is None or row.speed is None:
         return ""
     where = f" at {rate_words(float(str(row.axes[NETWORK])))}" if row.axes.get(NETWORK) else ""
-    speed = f"{row.speed.value:.2f} times as fast as {row.baseline}{where} ({SPEED_WORDS[row.speed.verdict]})"
+    speed = f"{speed_clause(row.speed.verdict, row.speed.value, row.baseline)}{where}"
     return f"{row.strategy}: {speed}, loss {_percent(row.loss.value)} % ({row.loss.loss_word})"

@@ -13,6 +13,7 @@ from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
 
+ALWAYS_NAMED = ("method",)
 SHORT_NAMES = {
     "powersgd": "gradients as products of two thin matrices (Vogels et al., 2019)",
     "signsgd": "one bit per gradient, with error feedback (Seide et al., 2014; Karimireddy et al., 2019)",

@@ -222,13 +222,15 @@ def _unscheduled(spec: RunSpec, shape: Shape, degrees: Layout) -> str | None:
     name, training = degrees.schedule, spec.training
     _, usual, v_shaped = SCHEDULES[name]
     if (degrees.virtual != usual) if usual == 1 or v_shaped else degrees.virtual < 2:
-        return f"the schedule {name} has {usual} stages per rank, got virtual={degrees.virtual}"
+        expected = "1 stage" if usual == 1 else f"{usual} stages" if v_shaped else f"at least {usual} stages"
+        return f"the schedule {name} needs {expected} per rank, got virtual={degrees.virtual}; leave out virtual"
     if degrees.stages > shape.layers:
         stages = f"pp {degrees.pp} x virtual {degrees.virtual} = {degrees.stages} stages"
         return f"{stages} exceed the {shape.layers} layers of {shape.name}"
     if degrees.split and (len(degrees.split) != degrees.stages or sum(degrees.split) != shape.layers):
         given = "+".join(map(str, degrees.split))
-        return f"layers={given} needs to give each of {degrees.stages} stages some of {shape.layers} layers"
+        got = f"{sum(degrees.split)} layers in {len(degrees.split)} stage{'s' if degrees.split[1:] else ''}"
+        return f"layers={given} is {got}; {shape.name} has {shape.layers} layers, for {degrees.stages} stages"
     batch = training.micro_batch * training.accumulation
     count = degrees.micro_batches or training.accumulation
     if batch % count:

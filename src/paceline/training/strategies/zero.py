@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # The directory within a checkpoint; any name works.
 TAG = "zero"
+ALWAYS_NAMED = ("stage",)
 USER_ONLY = {
     "config": "more of DeepSpeed's configuration, which can name files to write",
     "offload": "where optimizer state and weights are kept",

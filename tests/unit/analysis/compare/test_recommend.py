@@ -27,7 +27,7 @@ def test_one_winner_with_its_comparisons_and_numbers(make_cell: Builder, golden:
     assert found.over == ("fsdp2", "zero:stage=1")
     assert all("ddp" in (c.label, c.other_label) for c in found.because)
     assert found.text == golden
-    assert re.search(r"1\.(19|20)\d .*1\.1\d\d .*1\.2\d\d", found.text)
+    assert found.text.startswith("ddp is 20 % faster than fsdp2, the next best")
     assert re.search(r"(499|50\d) ms .*(599|60\d) ms", found.text)
     assert "1.85 MB" in found.text
     assert found.group.startswith("tiny, 2 processes, fp32, sequence 64, global batch 8")

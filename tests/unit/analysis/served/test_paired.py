@@ -137,7 +137,7 @@ def test_what_else_differs_stands_beside_the_gap(golden: object) -> None:
     report = build([record], "test")
     said = " ".join((*answer(report), grounds(report)))
     assert said == golden
-    assert "1.198" in said
+    assert "20 % faster" in said
     assert "driver 5 -> 6" in said
 
 

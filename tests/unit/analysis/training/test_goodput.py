@@ -210,3 +210,5 @@ def test_the_time_without_a_controller_is_nobodys_loss(restarted: RunRecord) -> 
     assert found is not None
     assert found.span_s == known.span_s - 10.0, "what it waited between 1020 and 1030 is absence too"
     assert (known.restarts, found.restarts) == (1, 0)
+    assert known.text.startswith("restarted 1 time; ")
+    assert found.text.startswith("interrupted 1 time; ")

@@ -20,6 +20,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.proof import Proof, Reduction
 from paceline.experiment.reduced import configuration, reduced
 from paceline.experiment.spec import RunSpec
+from paceline.report.summary import headline, light
 from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status
 
@@ -88,6 +89,32 @@ def test_what_fits_gets_a_reference(tmp_path: Path, launcher: Launch) -> None:
     launcher(ranks)
     assert run([spec_of()], tmp_path)[0] == [Status.OK] * 2
     assert ranks.layers == [("reference", 16), ("ddp", 16)]
+
+
+def test_proof_groups_that_differ_in_the_seed_alone_are_one_line() -> None:
+    sized = {"proof": Proof(layers=4)}
+    specs = [spec_of(name, seed=seed, **sized) for name in ("ddp", "fsdp2") for seed in (1, 2, 3)]
+    assert proofs.Proving(specs[::3]).lines() == [
+        f"proof: the experiment gives the sizes for {MODEL}. 2 configurations are certified on 4 of 16 layers, "
+        "then compared with each other at full size."
+    ]
+    assert proofs.Proving(specs).lines() == [
+        f"proof: the experiment gives the sizes for {MODEL}. 6 configurations are certified on 4 of 16 layers, "
+        "then compared with the others of the same work at full size."
+    ]
+
+
+def test_a_report_says_on_what_equal_work_was_proved(tmp_path: Path, launcher: Launch) -> None:
+    """In its first line; and proof runs alone are not `0 of 0 runs certified`."""
+    launcher(Ranks())
+    specs = [spec_of(name, proof=Proof(layers=4), repeat=n) for name in ("ddp", "fsdp2") for n in range(3)]
+    run(specs, tmp_path)
+    whole_report = build(records(tmp_path), "test")
+    assert headline(whole_report).endswith("; equal work: proved on 4 of 16 layers")
+    assert light(whole_report).text.startswith("6 of 6 runs proved on 4 of 16 layers")
+    alone = build([r for r in records(tmp_path) if r.proves_only], "test")
+    assert headline(alone) == "2 of 2 proof runs certified on 4 of 16 layers"
+    assert light(alone).text.startswith("2 of 2 proof runs certified on 4 of 16 layers; no run at full size")
 
 
 def test_arithmetic_decides_before_anything_starts(tmp_path: Path, launcher: Launch) -> None:

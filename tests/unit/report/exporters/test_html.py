@@ -193,9 +193,9 @@ def test_follows_the_theme_and_the_width_of_the_screen(report: Report) -> None:
 def test_says_the_answer_the_ranking_and_every_failure(report: Report) -> None:
     text = read(html.text(report)).text
     assert (
-        text.index("ddp is 12 % faster than zero:stage=1 on 2 processes; inconclusive against fsdp2")
+        text.index("ddp is 12 % faster than zero:stage=1 on 2 processes; equal to fsdp2")
         < text.index("12,345")
-        < text.index("ddp and fsdp2 are equal (within 2 %)")
+        < text.index("equal to fsdp2 (within 2 %)")
         < text.index("tp=3 does not divide 4 heads")
     )
     for words in ("micro batches per step: expected 4, observed 1", "out of memory on rank 1 in backward", "0.893"):
