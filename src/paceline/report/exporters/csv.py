@@ -10,7 +10,7 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.analysis.findings import CollectiveRow, Measurement, Report, Response
@@ -50,12 +50,16 @@ def text(report: Report) -> str:
     found = [*((m, True) for m in report.measurements), *((m, False) for m in report.doubted)]
     axes = _ordered({name for m, _ in found for name in m.axes} - set(OWN))
     trusted = trusted_runs(report)
-    rows = []
+    rows: list[list[str]] = []
+    known: Mapping[str, Scalar] | None = None
     for m, is_believed in found:
+        if m.axes is not known:
+            # Measurements of one cell follow each other and share their axes and runs.
+            known, of_axes = m.axes, _texts(map(m.axes.get, axes))
         own: dict[str, Scalar] = {name: getattr(m, name) for name in OWN if name in Measurement.__dataclass_fields__}
         own |= {"runs": " ".join(m.runs), "certified": _is_certified(m, trusted)}
         own["believed"] = is_believed if "scenario" in m.axes else None
-        rows.append([*(m.axes.get(name) for name in axes), *(own[name] for name in OWN)])
+        rows.append(of_axes + _texts(map(own.__getitem__, OWN)))
     return _table([*axes, *OWN], rows)
 
 
@@ -81,9 +85,8 @@ def cells_text(report: Report) -> str:
         for name in columns:
             known = by_name.get(name)
             numbers += [known.value, known.low, known.high] if known else [None, None, None]
-        rows.append(
-            [*(own_axes[cell].get(name) for name in axes), cell, _is_certified(by_name[THROUGHPUT], trusted), *numbers]
-        )
+        is_certified = _is_certified(by_name[THROUGHPUT], trusted)
+        rows.append(_texts([*map(own_axes[cell].get, axes), cell, is_certified, *numbers]))
     return _table([*axes, "cell", "certified", *heading], rows)
 
 
@@ -91,9 +94,7 @@ def rows_text(report: Report) -> str:
     """Every row of a sweep: the axes of the run first, then a column per field."""
     fields = [f.name for f in dataclasses.fields(CollectiveRow) if f.name != "axes"]
     axes = _ordered({name for row in report.collectives for name in row.axes} - set(fields))
-    rows = (
-        [*(row.axes.get(name) for name in axes), *(getattr(row, name) for name in fields)] for row in report.collectives
-    )
+    rows = (_texts([*map(row.axes.get, axes), *(getattr(row, name) for name in fields)]) for row in report.collectives)
     return _table([*axes, *fields], rows)
 
 
@@ -101,12 +102,14 @@ def effects_text(report: Report) -> str:
     """Effects by rank; several aliases are separated by semicolons, cells and runs by spaces."""
     own = [f.name for f in dataclasses.fields(Response)]
     rows = (
-        [
-            *(outcome.kind, outcome.title, effect.kind, effect.name, effect.pairs, "; ".join(effect.aliases)),
-            *(getattr(response, name) for name in own),
-            " ".join(effect.cells),
-            " ".join(effect.runs),
-        ]
+        _texts(
+            [
+                *(outcome.kind, outcome.title, effect.kind, effect.name, effect.pairs, "; ".join(effect.aliases)),
+                *(getattr(response, name) for name in own),
+                " ".join(effect.cells),
+                " ".join(effect.runs),
+            ]
+        )
         for outcome in report.effects
         for effect in outcome.effects
         for response in effect.responses
@@ -118,11 +121,11 @@ def _ordered(names: set[str]) -> list[str]:
     return [*(name for name in AXES if name in names), *sorted(names - set(AXES))]
 
 
-def _table(heading: Sequence[str], rows: Iterable[Sequence[Scalar]]) -> str:
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\r\n")
-    writer.writerow(map(_text, heading))
-    writer.writerows(map(_text, row) for row in rows)
+    writer.writerow(_texts(heading))
+    writer.writerows(rows)
     return lines.getvalue()
 
 
@@ -130,10 +133,14 @@ def _is_certified(m: Measurement, trusted: frozenset[str]) -> bool:
     return bool(m.runs) and trusted.issuperset(m.runs)
 
 
+def _texts(values: Iterable[Scalar]) -> list[str]:
+    return list(map(_text, values))
+
+
 def _text(value: Scalar) -> str:
     """A text that a spreadsheet would run gets an apostrophe before it, which spreadsheets show as text."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return ""
     if isinstance(value, str):
         return f"'{value}" if value.startswith(FORMULA_STARTS) else value
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from paceline.analysis.findings import Certificate, Measurement, Report, ScalingPoint
+from paceline.analysis.findings import Certificate, Measurement, Report
 from paceline.host.files import write_atomically
 
 
@@ -21,21 +21,31 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 def text(report: Report) -> str:
     """One finding per line: tools for lines (diff, grep) see findings, and it is written by the fast encoder."""
-    return "{\n" + ",\n".join(f"{_line(name)}: {_lines(value)}" for name, value in document(report).items()) + "\n}\n"
+    fields = (f"{_line(name)}: {_lines(getattr(report, name))}" for name in _order())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def _lines(value: object) -> str:
-    return "[\n" + ",\n".join(map(_line, value)) + "\n]" if isinstance(value, list) and value else _line(value)
+    if isinstance(value, list | tuple) and value:
+        return "[\n" + ",\n".join(map(_line, value)) + "\n]"
+    return _line(value)
 
 
-_line = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+def _line(value: object) -> str:
+    try:
+        return _encode(value)
+    except (ValueError, TypeError):
+        # A number that is not finite, or a key that JSON does not have.
+        return _encode(plain(value))
 
 
 def document(report: Report) -> dict[str, Any]:
     """The whole report as plain values; a number that is not finite is null, as any other that is missing."""
-    first = ("schema", "title", "created_at", "paceline_version")
-    rest = (name for name in _names(Report) if name not in first)
-    return {name: plain(getattr(report, name)) for name in (*first, *rest)}
+    return {name: plain(getattr(report, name)) for name in _order()}
+
+
+def _order() -> list[str]:
+    return list(dict.fromkeys(("schema", "title", "created_at", "paceline_version", *_names(Report))))
 
 
 _LEAVES = frozenset((str, int, bool, NoneType))
@@ -51,32 +61,38 @@ def plain(value: object) -> Any:
         # A finite sum has finite terms.
         is_plain = kinds <= _LEAVES or (kinds == {float} and math.isfinite(sum(value)))
         return list(value) if is_plain else [plain(inner) for inner in value]
+    if isinstance(value, str | int):
+        return value
+    if type(value) is dict and all(type(key) is str for key in value):
+        # Most values need no call.
+        return {key: inner if type(inner) in _LEAVES else plain(inner) for key, inner in value.items()}
+    return plain(_opened(value))
+
+
+def _opened(value: Any) -> Any:
+    """What JSON has for a value that it does not have, one level of it: the members of a finding, for example."""
     if isinstance(value, Measurement):
-        return flat(value)
-    if isinstance(value, ScalingPoint):
-        return _fields(value) | {"efficiency": flat(value.efficiency)}
+        # One level: axes beside the numbers; on a name clash the measurement's own field wins.
+        own = _members(value)
+        axes: Mapping[str, Any] = own.pop("axes")
+        return {"metric": own["metric"], **axes, **own}
     if isinstance(value, Certificate):
-        return {"run": value.run, "valid": value.valid, "reasons": list(value.reasons)} | _fields(value)
+        return {"run": value.run, "valid": value.valid, "reasons": value.reasons} | _members(value)
     if dataclasses.is_dataclass(value):
-        return _fields(value)
+        return _members(value)
     if isinstance(value, Mapping):
-        return {str(key): inner if type(inner) in _LEAVES else plain(inner) for key, inner in value.items()}
-    return value if isinstance(value, str | int) else str(value)
+        return {str(key): inner for key, inner in value.items()}
+    return list(value) if isinstance(value, set | frozenset) else str(value)
 
 
-def flat(m: Measurement) -> dict[str, Any]:
-    """One level: axes beside the numbers; on a name clash the measurement's own field wins."""
-    own = _fields(m)
-    axes: dict[str, Any] = own.pop("axes")
-    return {"metric": own["metric"]} | axes | own
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    fields = {name: getattr(value, name) for name in _names(value.__class__)}
-    # Most fields need no call.
-    return {name: inner if type(inner) in _LEAVES else plain(inner) for name, inner in fields.items()}
+def _members(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _names(value.__class__)}
 
 
 @functools.cache
 def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.metadata.get("exported", True))
+
+
+# Not `plain` first, which copies every value.
+_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=_opened).encode

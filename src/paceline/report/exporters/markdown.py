@@ -147,19 +147,29 @@ def _html(value: str) -> str:
 
 def escape(value: str) -> str:
     """No tag, link, emphasis, table cell or mention of a person comes from a name."""
-    one_line = _one_line(value).replace("&", "&amp;").replace("<", "&lt;")
-    marked = re.sub(r"([\\|*`~])", r"\\\1", one_line)
+    one_line = _one_line(value)
+    if not _ACTIVE.search(one_line):
+        return one_line
+    marked = _MARKS.sub(r"\\\1", one_line.replace("&", "&amp;").replace("<", "&lt;"))
     # Underscores inside a word are plain in GitHub's dialect, and names of metrics stay readable so.
-    marked = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", marked)
+    marked = _UNDERSCORE.sub(r"\\_", marked)
     # `](` would end a link, `]:` at the beginning of a line would define one and vanish.
-    return _uncalled(re.sub(r"\](?=[(:])", r"]\\", marked))
+    return _uncalled(_LINK.sub(r"]\\", marked))
+
+
+# Most cells are numbers and names, which have none of what the other patterns look for.
+_ACTIVE = re.compile(r"(?i)[\\|*`~&<_\]@#:]|www|gh-")
+_MARKS = re.compile(r"([\\|*`~])")
+_UNDERSCORE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
+_LINK = re.compile(r"\](?=[(:])")
+_ADDRESS = re.compile(r"(?i)(https?:|ftp:|www)(?=//|\.)")
+_MENTION = re.compile(r"(?i)(@(?=\w)|#(?=\d)|\bgh-(?=\d))")
 
 
 def _uncalled(value: str) -> str:
     """Keep GitHub from notifying @names, linking addresses and closing issues (`fixes #1`): a comment inside prevents
     all of it."""
-    unlinked = re.sub(r"(?i)(https?:|ftp:|www)(?=//|\.)", r"\1<!-- -->", value)
-    return re.sub(r"(?i)(@(?=\w)|#(?=\d)|\bgh-(?=\d))", r"\1<!-- -->", unlinked)
+    return _MENTION.sub(r"\1<!-- -->", _ADDRESS.sub(r"\1<!-- -->", value))
 
 
 def _block(value: str) -> str:
