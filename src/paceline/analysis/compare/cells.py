@@ -111,8 +111,8 @@ def comparison(
         raise RequestError(refused)
     ids, runs = (sides[0].id, sides[1].id), sides[0].runs + sides[1].runs
     judged = judged_ratio(metric, better, ids, names, found, family=family, axes=axes, runs=runs)
-    levels = [cell.level for cell in sides if cell.level]
-    judged = replace(judged, level=CONSISTENT if CONSISTENT in levels else next(iter(levels), None))
+    if levels := [cell.level for cell in sides if cell.level]:
+        judged = replace(judged, level=CONSISTENT if CONSISTENT in levels else levels[0])
     a, b = (cell.throttled_ratio for cell in sides)
     if metric in UNSLOWED_METRICS or a is None or b is None or abs(a - b) <= THROTTLED_APART:
         return judged
@@ -156,12 +156,14 @@ def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> l
 
 
 def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
+    fields = (*AXES.get(axis, ()), f"script.parameters.{axis}")
+
     def key(cell: Cell) -> str:
         keeps_batch = axis in ("strategy", "micro_batch") and not cell.spec.script
         same: dict[str, object] = {"global_batch": cell.spec.global_batch} if keeps_batch else {}
         if axis == "launcher" and cell.spec.launcher_axes:
             same |= {"launcher": cell.spec.launcher_axes}
-        return key_without(cell, (*AXES.get(axis, ()), f"script.parameters.{axis}"), **same)
+        return key_without(cell, fields, **same)
 
     usable = [
         cell
@@ -169,6 +171,9 @@ def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Gr
         if (axis in cell.spec.script.parameters if cell.spec.script else axis in AXES)
         and (axis not in TUNED_AXES or cell.spec.tuning is not None or cell.spec.script)
     ]
+    # Two cells differ in some field: if all agree in these, no two of them agree in the others.
+    if len({repr([cell.fields.get(name, ...) for name in fields]) for cell in usable}) < 2:
+        return []
     by_key = grouped(usable, key).items()
     return [_group(axis, digest(axis, same), members, named) for same, members in by_key if len(members) > 1]
 
