@@ -67,7 +67,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("strategies",),
         ("finetuned", "observation", "precision", "step_profile"),
         ("float8",),
-        ("decoder", "instruments", "tuned_blocks"),
+        ("decoder", "frozen_4bit", "instruments", "tuned_blocks"),
         ("attachment", "data", "float8_kernels", "mixture", "nf4"),
         ("nf4_kernel",),
     ),

@@ -48,8 +48,10 @@ def components(one: Setup) -> dict[str, float]:
         weights = (frozen * (NF4_BYTES if one.quantised else 2) + trained * ADAPTER_BYTES) / weight_group
         gradients, optimizer = 4 * trained / (group if shards_gradients else 1), 8 * trained / group
     else:
-        weights, gradients = 2 * own / weight_group, 2 * own / (group if shards_gradients else 1)
-        optimizer = 12 * own / group
+        weights, optimizer = 2 * own / weight_group, 12 * own / group
+        # Whole gradients of several micro batches are added up in fp32, as in Megatron-LM: 6 + 12/group bytes in all.
+        added_up = one.micro_batches > 1 and not shards_gradients
+        gradients = (4 if added_up else 2) * own / (group if shards_gradients else 1)
     if one.offload:
         optimizer = 0.0
         # Gradients pass through a bucket to the host; stage 1 keeps them until the last micro batch.

@@ -170,6 +170,26 @@ def test_memory_of_data_parallelism_is_sixteen_bytes_per_parameter() -> None:
     assert sharded["weights"] + sharded["gradients"] + sharded["optimizer"] == pytest.approx(state / 8)
 
 
+def test_an_interleaved_pipeline_keeps_more_in_flight() -> None:
+    """1F1B on 4 ranks: 4 micro batches of a quarter of the layers. Two virtual stages: 2 x 3 + 4 + 1 of an eighth."""
+    plain, interleaved = (
+        setup_of("llama-8b", "h100", 4, pp=4, vp=vp, global_batch=32, micro_batch=1, checkpointing="none")
+        for vp in (1, 2)
+    )
+    assert memory.activations(interleaved) / memory.activations(plain) == pytest.approx(11 / 8)
+    few = setup_of("llama-8b", "h100", 4, pp=4, vp=2, global_batch=2, micro_batch=1, checkpointing="none")
+    assert memory.activations(few) / memory.activations(plain) == pytest.approx(2 * 2 / 8)
+
+
+def test_gradients_of_several_micro_batches_are_added_up_in_fp32() -> None:
+    """6 + 12 / group bytes per parameter with ZeRO-1, as Megatron-LM documents; 2 bytes less without accumulation."""
+    for batch, size in ((8, 2), (16, 4)):
+        one = setup_of("llama-8b", "h200", 8, shard="zero1", global_batch=batch, micro_batch=1)
+        assert memory.components(one)["gradients"] == size * one.parameters
+    sharded = setup_of("llama-8b", "h200", 8, shard="zero3", global_batch=16, micro_batch=1)
+    assert memory.components(sharded)["gradients"] == 2 * sharded.parameters / 8
+
+
 def test_layouts_are_read_and_refused() -> None:
     assert parse_layout("dp=4,tp=2,fsdp") == {"dp": 4, "tp": 2, "shard": "zero3"}
     for text in ("dp", "tp=0", "xp=2", "dp=x"):
