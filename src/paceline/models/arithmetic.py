@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.errors import RequestError, did_you_mean
+from paceline.errors import RequestError, did_you_mean, require
 from paceline.experiment import plugins
 from paceline.models.hf_config import read_shape, read_vocabulary, unknown_shape
 from paceline.models.shape import ALIASES, FAMILIES, SETTABLE, accepted_by, require_field
@@ -45,10 +45,15 @@ def names() -> tuple[str, ...]:
 def load(choice: Named) -> Shape:
     """The named shape, changed by its options; a changed shape has no published count.
 
-    A name with a slash is the directory of a checkpoint, whose config.json describes the shape.
+    A name with a slash is the directory of a checkpoint, whose config.json describes the shape; with the option layers,
+    only so many of its first layers.
     """
     if _is_directory(choice):
-        return read_shape(choice.name)
+        shape = read_shape(choice.name)
+        layers = choice.options.get("layers", shape.layers)
+        is_count = isinstance(layers, int) and not isinstance(layers, bool) and 1 <= layers <= shape.layers
+        require(is_count, f"layers of {choice.name}", layers, f"a whole number from 1 to {shape.layers}")
+        return replace(shape, layers=layers)
     # With the types of the options: true equals 1.
     key = choice.name, repr(sorted(choice.options.items()))
     if key not in _shapes:
@@ -99,9 +104,10 @@ def known_shape(choice: Named) -> Shape | None:
 
 
 def _is_directory(choice: Named) -> bool:
-    if "/" in choice.name and choice.options:
-        raise RequestError(f"model: got options with the directory {choice.name!r}, expected none.")
-    return "/" in choice.name
+    is_directory = "/" in choice.name
+    known = not is_directory or choice.options.keys() <= {"layers"}
+    require(known, "model", str(choice), "a directory without options, or with layers alone")
+    return is_directory
 
 
 def beyond_context(shape: Shape, name: str, length: int) -> str | None:

@@ -283,9 +283,10 @@ def architecture(shape: Shape, needed_by: str) -> Any:
 
 
 def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
-    """A Hugging Face model from a local directory; code in the directory is not run."""
+    """A Hugging Face model from a local directory, with the first layers of the spec; code in the directory is not
+    run."""
     transformers = package("transformers", "fine-tuning")
-    dtype = DTYPES[spec.training.precision.base]
+    dtype, layers = DTYPES[spec.training.precision.base], load_shape(spec.model).layers
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         spec.model.name,
         local_files_only=True,
@@ -294,6 +295,7 @@ def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Va
         dtype=dtype,
         attn_implementation="sdpa",
         output_loading_info=True,
+        num_hidden_layers=layers,
     )
     # transformers would fill missing weights with random values that differ between ranks.
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,12 @@ def test_rope_theta_is_found_in_old_and_new_configurations(tmp_path: Path) -> No
 def test_a_directory_is_a_model_like_a_named_one(tmp_path: Path, golden: object) -> None:
     folder = write(tmp_path / "model", **LLAMA)
     assert arithmetic.load(Choice(str(folder))) == read_shape(str(folder))
-    with pytest.raises(RequestError) as caught:
-        arithmetic.load(Choice(str(folder), {"layers": 1}))
-    assert str(caught.value) == golden
+    first = arithmetic.load(Choice(str(folder), {"layers": 1}))
+    assert first == replace(read_shape(str(folder)), layers=1)
+    for options in ({"layers": 99}, {"layers": True}, {"hidden": 8}):
+        with pytest.raises(RequestError) as caught:
+            arithmetic.load(Choice(str(folder), options))
+        assert str(caught.value) == golden
     with pytest.raises(RequestError) as caught:
         arithmetic.load(Choice("no/such"))
     assert str(caught.value) == golden

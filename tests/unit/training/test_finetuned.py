@@ -351,6 +351,18 @@ def test_a_directory_gives_its_own_weights(tmp_path: Path) -> None:
     assert frozen.dtypes["frozen_weights"] == "nf4"
 
 
+def test_the_first_layers_of_a_directory_are_a_model(tmp_path: Path) -> None:
+    """What a proof trains of a model whose whole does not fit."""
+    saved = finetuned.build(spec("full"), "cpu").model
+    saved.save_pretrained(tmp_path)
+    whole = spec("full", model=str(tmp_path))
+    one = finetuned.build(replace(whole, model=Choice(str(tmp_path), {"layers": 1})), "cpu")
+    own = dict(one.model.named_parameters())
+    assert {name.split(".")[2] for name in own if ".layers." in name} == {"0"}
+    for name, value in saved.named_parameters():
+        assert ".layers.1." in name or torch.equal(value, own[name]), name
+
+
 def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path, golden: object) -> None:
     """Filled with chance they would differ from rank to rank, under the name of a trained model."""
     from safetensors.torch import load_file, save_file

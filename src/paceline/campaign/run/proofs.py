@@ -196,9 +196,7 @@ def reductions(members: Sequence[RunSpec]) -> Iterator[Reduction]:
     shorter sequences. A smaller batch would need as much memory: a reference accumulates its gradients."""
     whole = _whole_of(members[0])
     layers, stages = whole.of_layers, _stages(members)
-    # A directory has the layers that it has.
-    fixed = "/" in members[0].model.name
-    fewer = [] if fixed else [n * stages for n in LAYERS_OF_A_STAGE if n * stages < layers]
+    fewer = [n * stages for n in LAYERS_OF_A_STAGE if n * stages < layers]
     for count in fewer:
         yield _to(whole, layers=count)
     length = whole.of_sequence_length // 2
@@ -255,8 +253,6 @@ def _sized_group(members: Sequence[RunSpec]) -> Group:
     require(to != whole, "proof", _words(given), "at least one size smaller than that of the experiment")
     accepted = f"a multiple of {stages}, so that each stage of a pipeline has as many layers"
     require(to.layers % stages == 0, "proof.layers", to.layers, accepted)
-    fixed = "/" in members[0].model.name and to.layers != whole.layers
-    require(not fixed, "proof.layers", to.layers, f"no layers with the directory {members[0].model_text}")
     for spec in members:
         share = spec.training.micro_batch * replicas_of(spec.strategy, spec.topology.world_size)
         accepted = f"a multiple of {share}, which {spec.strategy} needs"

@@ -45,6 +45,8 @@ def check(spec: RunSpec) -> str | None:
     assert spec.serving is not None
     parse_options(Options, spec.workload)
     arithmetic.vocabulary(spec.model)
+    whole = "/" not in spec.model.name or not spec.model.options
+    require(whole, "model", spec.model_text, "all layers of a directory, because servers load it whole")
     precision = spec.training.precision
     require(precision.compute == precision.base, "precision", precision.compute, "fp32, bf16 or fp16 for inference")
     serving = spec.serving

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.proof import Proof, Reduction
 from paceline.experiment.reduced import configuration, reduced
 from paceline.experiment.spec import RunSpec
+from paceline.models import arithmetic, directory
 from paceline.report.summary import headline, light
 from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status
@@ -241,13 +243,13 @@ def test_sequences_are_shortened_only_after_layers() -> None:
     ]
 
 
-def test_a_directory_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs.arithmetic, "load", lambda choice: load(Choice("tiny")))
-    member = replace(spec_of(sequence_length=256), model=Choice("/models/one"))
-    assert [to.text for to in proofs.reductions([member])] == ["sequence 128 of 256"]
-
-
-load = proofs.arithmetic.load
+def test_a_directory_loses_its_last_layers(tmp_path: Path) -> None:
+    shape = arithmetic.load(Choice.parse(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(directory.configuration(shape, "float32")))
+    member = replace(spec_of(sequence_length=256), model=Choice(str(tmp_path)))
+    first = next(iter(proofs.reductions([member])))
+    assert first.text == "2 of 16 layers"
+    assert str(reduced(member, first).model) == f"{tmp_path}:layers=2"
 
 
 def test_a_proof_keeps_everything_but_its_sizes() -> None:
