@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ def image(report: Report, name: str, form: str) -> bytes:
 
 def _saved(chart: Chart, forms: tuple[str, ...]) -> dict[str, bytes]:
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     from paceline.report.exporters import _matplotlib
 
@@ -45,9 +48,14 @@ def _saved(chart: Chart, forms: tuple[str, ...]) -> dict[str, bytes]:
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure = _matplotlib.draw(chart)
         _lay_out(figure)
+        # Figure.savefig draws everything once more beforehand, for layouts that are not yet known.
+        save: dict[str, Callable[..., None]] = {
+            "png": FigureCanvasAgg(figure).print_png,
+            "svg": FigureCanvasSVG(figure).print_svg,
+        }
         for form in forms:
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=form, dpi=DPI, metadata=_UNDATED[form])
+            save[form](buffer, metadata=_UNDATED[form])
             images[form] = buffer.getvalue()
     return images
 
