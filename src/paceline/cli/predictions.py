@@ -347,7 +347,7 @@ def _score(arguments: argparse.Namespace) -> int:
         from paceline.prediction import stored
 
         rows = [row for one in {path, *directories_with_runs(path)} for row in stored.read(one)]
-        found = scoring.score_runs(rows, read_below(path))
+        found = scoring.score_runs(rows, read_below(path), known.cpu)
     if arguments.json:
         print(json.dumps(scoring.to_dict(found), indent=2))
         return OK

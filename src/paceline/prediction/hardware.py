@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -35,6 +36,22 @@ class Accelerator:
     node_bytes_per_s: float
     power_w: float
     matmul_ratio: float = 1.0
+
+
+# What a process of a machine without GPUs is in a stored prediction, whatever its rates were.
+ANY_CPU = Accelerator(
+    name=CPU,
+    gpu=CPU,
+    generation=CPU,
+    flops=math.nan,
+    fp8_flops=math.nan,
+    memory_bytes=None,
+    memory_bytes_per_s=math.nan,
+    link_bytes_per_s=math.nan,
+    gpus_per_node=1,
+    node_bytes_per_s=math.nan,
+    power_w=math.nan,
+)
 
 
 def host_rates(gpu: Accelerator) -> tuple[float, float]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.prediction import published, runs, stored
+from paceline.prediction import hardware, published, runs, stored
+from paceline.prediction.hardware import Accelerator
 from paceline.prediction.offsets import Anchor, Observation
 from paceline.prediction.predict import predict
 from paceline.results.records import RunRecord
@@ -95,18 +96,21 @@ def score_table(path: Path, anchors: Sequence[Anchor] = (), observations: Sequen
     )
 
 
-def score_runs(rows: Sequence[Mapping[str, Any]], records: Sequence[RunRecord]) -> Scored:
+def score_runs(
+    rows: Sequence[Mapping[str, Any]], records: Sequence[RunRecord], cpu: Accelerator | None = None
+) -> Scored:
     """Predictions beside the runs that measured them; of several stored predictions the oldest counts.
 
     A run without a stored prediction that is older than itself is predicted now, from its specification alone.
+    cpu: what a process of a machine without GPUs is; without it, only stored predictions of such runs count.
     """
     known = stored.first_by_key(rows)
     pairs = []
     for record in records:
-        one = runs.measured(record)
-        if one is not None:
-            row = known.get(stored.key(one.setup))
-            row = row if row is not None and row["made_at"] <= record.started_at else None
+        one = runs.measured(record, cpu or hardware.ANY_CPU)
+        row = known.get(stored.key(one.setup)) if one is not None else None
+        row = row if row is not None and row["made_at"] <= record.started_at else None
+        if one is not None and (row is not None or one.setup.gpu is not hardware.ANY_CPU):
             step = (row or stored.to_dict(predict([one.setup])[0]))["step_time_s"]
             pairs.append(
                 Pair(

@@ -26,6 +26,8 @@ WORDS = (None, 56, 48, 40, 34, 28, 24)
 NAMES = 18
 # Widths of other columns of words and of headings, tried if that does not suffice: no word is broken.
 TIGHT = (24, 18, 12)
+# Widths to which long names, such as those of runs, are then broken after a hyphen, comma or colon.
+JOINTS = (34, 24, 18)
 # Shorter headings stay on one line.
 SHORT_HEADING = 8
 # A table of so many rows is transposed and keeps every column. One of up to MOST_ROWS becomes a card per row; longer
@@ -190,9 +192,12 @@ class Fitted:
         from rich.measure import Measurement
 
         # Words beside sentences are not broken: those need the room themselves.
-        tighter = () if self.has_sentences else ((NAMES, None), *((WORDS[-1], tight) for tight in TIGHT))
-        for words, tight in (*((words, None) for words in WORDS), *tighter):
-            drawn = _draw(self.table, keep, words, tight)
+        tighter: list[tuple[int, int | None, int | None]] = []
+        if not self.has_sentences:
+            tighter = [(NAMES, None, None), *((WORDS[-1], tight, None) for tight in TIGHT)]
+            tighter += [(WORDS[-1], TIGHT[-1], joint) for joint in JOINTS]
+        for words, tight, joint in (*((words, None, None) for words in WORDS), *tighter):
+            drawn = _draw(self.table, keep, words, tight, joint)
             if Measurement.get(console, options.update(width=10_000), drawn).maximum <= options.max_width:
                 return drawn
         return None
@@ -273,21 +278,44 @@ def _transposed(table: Table, width: int) -> Iterator[RenderableType]:
         drawn.add_column("", max_width=first, overflow="fold")
         for row in rows:
             rank = f"{row[0].text}. " if table.columns[0].heading == "#" and row[0].text.isdigit() else ""
-            heading = Text(f"{rank}{row[title].text}")
-            drawn.add_column(heading, justify="right", overflow="fold", max_width=max(1, room // count - 2))
+            widest = max(1, room // count - 2)
+            heading = Text(broken(f"{rank}{row[title].text}", widest))
+            drawn.add_column(heading, justify="right", overflow="fold", max_width=widest)
         for i, name in zip(lines, names, strict=True):
             drawn.add_row(Text(name), *(_text(row[i]) for row in rows))
         yield drawn
 
 
-def _draw(table: Table, keep: Sequence[int], words: int | None = None, tight: int | None = None) -> rich.table.Table:
-    """words is the maximum width of a column of sentences, tight that of other words; None is unlimited."""
+def broken(text: str, width: int) -> str:
+    """Text whose words that are longer than this end their lines after a hyphen, comma or colon.
+
+    >>> broken("run zero-stage-1-tiny-llama-2x-r0-1e2ec36d9e", 18).split("\\n")
+    ['run zero-stage-1-tiny-', 'llama-2x-r0-', '1e2ec36d9e']
+    """
+
+    def lines(word: re.Match[str]) -> str:
+        found = [""]
+        for part in re.findall(r"[^-,:]*[-,:]?", word[0]):
+            if found[-1] and len(found[-1] + part) > width:
+                found.append("")
+            found[-1] += part
+        return "\n".join(found)
+
+    return re.sub(rf"\S{{{width + 1},}}", lines, text)
+
+
+def _draw(
+    table: Table, keep: Sequence[int], words: int | None = None, tight: int | None = None, joint: int | None = None
+) -> rich.table.Table:
+    """words is the maximum width of a column of sentences, tight that of other words, where joint does not break them;
+    None is unlimited."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     title = Text(table.title, style="bold")
     drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    widths = []
     for i in keep:
         column = table.columns[i]
         name = column.name
@@ -296,18 +324,20 @@ def _draw(table: Table, keep: Sequence[int], words: int | None = None, tight: in
         heading = "\n".join(filter(None, (name, column.unit)))
         widest = words if column.prose else None
         if tight is not None and not column.numeric and not column.prose:
-            widest = max(tight, *(len(word) for row in table.rows for word in row[i].text.split()), 0)
+            longest = max((len(word) for row in table.rows for word in row[i].text.split()), default=0)
+            widest = joint or max(tight, longest)
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
         drawn.add_column(Text(heading), justify=justify, overflow="fold", max_width=widest)
+        widths.append(widest)
     for row in table.rows:
-        drawn.add_row(*(_text(row[i]) for i in keep))
+        drawn.add_row(*(_text(row[i], widest) for i, widest in zip(keep, widths, strict=True)))
     return drawn
 
 
-def _text(cell: Cell) -> Text:
+def _text(cell: Cell, widest: int | None = None) -> Text:
     from rich.text import Text
 
-    text = Text(cell.text, style=_STYLES.get(cell.tone, ""))
+    text = Text(cell.text if widest is None else broken(cell.text, widest), style=_STYLES.get(cell.tone, ""))
     # What could have been seen has its own line: the interval before it is as long as the others.
     detail = cell.detail.replace(f", {DETECTABLE} ", "\ndetectable: ")
     return text.append(f"\n{detail}", style="dim") if detail else text

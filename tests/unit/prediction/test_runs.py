@@ -133,6 +133,25 @@ def test_a_stored_prediction_is_found_again_by_its_run(tmp_path: Path, record: A
     assert not scoring.score_runs(stored.read(tmp_path), [replace(record, started_at=40.0)]).pairs[0].stored
 
 
+def test_a_run_on_a_cpu_is_scored_by_what_was_stored_before_it(
+    tmp_path: Path, make_spec: Any, make_record: Any
+) -> None:
+    """Its rates are those of one machine: without a stored prediction or such a machine it is left out."""
+    spec = make_spec("ddp", world_size=2, model="tiny", precision="fp32", device="cpu", sequence_length=64)
+    record = make_record(spec, [0.5] * 20, gpus=[])
+    machine = replace(hardware.accelerator("a10"), name=hardware.CPU, gpu=hardware.CPU)
+    setup = runs.setup_of_record(record, machine)
+    assert setup is not None
+    row = stored.to_dict(predict([setup])[0])
+    stored.append(tmp_path, [row], made_at=50.0)
+    (pair,) = scoring.score_runs(stored.read(tmp_path), [record]).pairs
+    assert (pair.stored, pair.predicted_s) == (True, row["step_time_s"]["value"])
+    assert predicted.beside(stored.read(tmp_path), [record])[0].predicted_s == row["step_time_s"]["value"]
+    assert not scoring.score_runs([], [record]).pairs
+    (now,) = scoring.score_runs([], [record], machine).pairs
+    assert (now.stored, now.predicted_s) == (False, row["step_time_s"]["value"])
+
+
 def test_a_compiled_run_has_a_prediction_of_its_own(make_spec: Any) -> None:
     gpu = hardware.accelerator("h200")
     setups = [runs.setup_of_spec(make_spec("ddp", **GPT, compile=compiled), gpu) for compiled in (False, True)]

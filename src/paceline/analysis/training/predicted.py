@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.analysis.findings import PredictedRun
-from paceline.prediction import runs, stored
+from paceline.prediction import hardware, runs, stored
 from paceline.results.records import RunRecord
 
 
@@ -15,7 +15,7 @@ def beside(predictions: Sequence[Mapping[str, Any]], records: Sequence[RunRecord
     known = stored.first_by_key(predictions)
     found = []
     for record in records if known else ():
-        one = runs.measured(record)
+        one = runs.measured(record, hardware.ANY_CPU)
         row = known.get(stored.key(one.setup)) if one is not None else None
         if one is not None and row is not None and row["made_at"] <= record.started_at:
             step = row["step_time_s"]

@@ -74,6 +74,6 @@ def beside(pairs: Sequence[tuple[str, Predicted]]) -> Table:
         numeric("predicted step, ms"),
         numeric("measured, ms"),
         numeric("error, %"),
-        Column("inside the interval"),
+        Column("in interval"),
     )
     return Table("Predicted beside measured", columns, rows)
