@@ -413,11 +413,11 @@ def _notes(basis: _Basis, machines: Sequence[Mapping[str, Any]]) -> list[str]:
     notes += sorted({note for cell in cells if not cell.spec.script and (note := _beyond_context(cell.spec))})
     data = {e.settings.get("data") for c, e in evidence if e is not None and c.spec.script}
     if "samples" in data:
-        notes.append("a script was given no token ids: each of its samples counts as one token")
+        notes.append("a script was given no token ids: its rates count samples, and in costs a sample is one token")
     if "unseen" in data:
         notes.append(
-            "the forward passes of a script are inside compiled code, where its data cannot be seen: each of its micro "
-            "batches counts as one token"
+            "the forward passes of a script are inside compiled code, where its data cannot be seen: its rates count "
+            "micro-batches, and in costs one is one token"
         )
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)

@@ -88,12 +88,25 @@ class Script:
         >>> Script(command=("torchrun", "--nproc-per-node", "2", "lab/train.py", "--lr", "1")).title
         'train.py'
         """
+        words, at = self._words_and_script
+        return words[at].removeprefix(examples.PREFIX).rpartition("/")[2]
+
+    @property
+    def arguments(self) -> str:
+        """What follows the script, with the names of parameters in braces.
+
+        >>> Script(command=("torchrun", "lab/train.py", "--lr", "{lr}"), parameters={"lr": 1}).arguments
+        '--lr {lr}'
+        """
+        _, at = self._words_and_script
+        return " ".join(self.command[at + 1 :])
+
+    @property
+    def _words_and_script(self) -> tuple[list[str], int]:
+        """The words of the command, and which of them is the script, the module or, without either, the program."""
         words = [fill(word, self.parameters, strict=False) for word in self.command]
-        scripts = [word for word in words if word.endswith(".py")]
-        module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
-        if module:
-            module = module.removeprefix(examples.PREFIX)
-        return (scripts[0] if scripts else module or words[0]).rpartition("/")[2]
+        module = words.index("-m") + 1 if "-m" in words[:-1] else 0
+        return words, next((i for i, word in enumerate(words) if word.endswith(".py")), module)
 
     def rendered(self, run_fields: Mapping[str, Scalar], directory: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """The words of the command, and the config files to write into `directory`, by name."""

@@ -495,7 +495,7 @@ class RunSpec:
                 "data": self.data_text,
             }
         elif self.script:
-            axes |= {"script": self.script.title, **self.script.parameters}
+            axes |= {"script": self.script.title, "arguments": self.script.arguments or None, **self.script.parameters}
         elif self.is_trained:
             axes |= {
                 "precision": t.precision.compute,

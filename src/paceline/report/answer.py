@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.analysis.findings import BETTER, EQUAL, WORSE, Comparison, Recommendation, Report
@@ -54,6 +55,7 @@ _ENDS = {
     "not certified": ("is not certified", "are not certified"),
     "not measured": ("left no measured step", "left no measured step"),
 }
+_FAILED, _UNSUPPORTED = ("failed", "failed"), "unsupported"
 _MOST_NAMED = 4
 
 
@@ -251,7 +253,7 @@ def _endings(left: Iterable[tuple[str, str]]) -> str:
     for status, name in left:
         by_status.setdefault(status, {})[name] = None
     parts = [
-        f"{listed(_named(list(names)))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
+        f"{listed(_named(list(names)))} {_ENDS.get(status, _FAILED)[len(names) > 1]}"
         for status, names in by_status.items()
     ]
     return f"{'; '.join(parts)}." if parts else ""
@@ -283,5 +285,18 @@ def _without_choice(report: Report) -> list[str]:
     tuned = finetuning.sentence(report)
     ended = [_endings_of(report, bool(tuned))] if ranked_cells(report) or not machine else []
     said = sorted((*ended, *machine), key=lambda sentence: not sentence.startswith(_URGENT))
-    alone = "" if any(not run.proves_only for run in report.runs) else proof_runs_text(report)
-    return [tuned or (f"{alone}." if alone else NO_ANSWER), *filter(None, said)]
+    return [tuned or _why_no_answer(report), *filter(None, said)]
+
+
+def _why_no_answer(report: Report) -> str:
+    """That nothing was measured, if every run failed or only proved something; else that nothing differs."""
+    found = [run for run in report.runs if not run.proves_only]
+    if not found:
+        alone = proof_runs_text(report)
+        return f"{alone}." if alone else NO_ANSWER
+    ended_badly = [run for run in found if run.is_failure or run.status == _UNSUPPORTED]
+    if len(ended_badly) < len(found) or not any(run.is_failure for run in found):
+        return NO_ANSWER
+    counts = Counter(_ENDS.get(run.status, _FAILED) for run in found)
+    ends = [f"{count} runs {many}" if count > 1 else f"1 run {one}" for (one, many), count in counts.items()]
+    return f"Nothing was measured: {listed(ends)}."

@@ -136,8 +136,9 @@ def _choice(report: Report, found: Recommendation) -> str:
     ties = [c for c in found.because if {c.label, c.other_label} <= {*found.choose} and c.metric == found.metric]
     if found.decisive is None and any(c.launches == 1 for c in ties) and group:
         row = max(group.rows, key=lambda row: row.measurements[THROUGHPUT].value or 0.0)
-        rate = format_parts(row.measurements[THROUGHPUT].value, None, None)[0]
-        return f"Up to {rate} tokens/s ({row.label}); one launch each, so no verdict"
+        best = row.measurements[THROUGHPUT]
+        rate = format_parts(best.value, None, None)[0]
+        return f"Up to {rate} {best.unit} ({row.label}); one launch each, so no verdict"
     return sentences.outcome(report, found, where, brief=True)
 
 
@@ -172,8 +173,9 @@ def _only_cell(report: Report) -> str:
     if not is_only or any(SHARED_GPU in run.health for run in report.runs):
         return ""
     ((cell, metrics),) = ranked.items()
-    rate = format_parts(metrics[THROUGHPUT].value, None, None)[0]
-    return f"{describe(axes_of(report, cell) or {})}: {rate} tokens/s; one cell, nothing to compare it with"
+    m = metrics[THROUGHPUT]
+    rate = format_parts(m.value, None, None)[0]
+    return f"{describe(axes_of(report, cell) or {})}: {rate} {m.unit}; one cell, nothing to compare it with"
 
 
 def _machine(report: Report) -> list[str]:

@@ -102,7 +102,7 @@ def _training_tiles(report: Report, group: Group) -> tuple[Tile, ...]:
     cost = costs.get(row.cell)
     if cost is not None:
         found.append(_cost_tile(report, group, row, cost, costs, colours))
-    else:
+    elif row.measurements[THROUGHPUT].unit != "samples/s":
         found.append(_measured_tile(report, group, row, "samples_per_s", "Samples", "sequences", colours))
     found.append(_measured_tile(report, group, row, MEMORY, "Peak memory", _capacity(report), colours))
     if known:

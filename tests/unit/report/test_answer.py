@@ -364,3 +364,11 @@ def test_else_about_the_last(campaign: Builder, golden: object) -> None:
     assert second == golden
     assert second.startswith("ddp")
     assert "zero:stage=3" in second
+
+
+def test_a_report_of_failures_says_that_nothing_was_measured(campaign: Builder, make_spec: Builder) -> None:
+    runs = [ended(make_spec(name), status) for name, status in (("ddp", Status.FAILED), ("fsdp2", Status.UNSUPPORTED))]
+    found = answer(build(runs, "test"))
+    assert found[0] == "Nothing was measured: 1 run failed and 1 run is not supported here."
+    assert answer(build(runs[1:], "test"))[0] == table.NO_ANSWER
+    assert answer(build(campaign(*runs, ddp=1.0), "test"))[0] == table.NO_ANSWER

@@ -36,7 +36,7 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
         noun = "GPU" if axes.get("device") == "cuda" else "process"
         plural = "" if value == 1 else "s" if noun == "GPU" else "es"
         return f"{value} {noun}{plural}"
-    if name in {"model", "workload", "strategy", "env", DEVICE, EQUAL_WORK}:
+    if name in {"model", "workload", "strategy", "arguments", "env", DEVICE, EQUAL_WORK}:
         return str(value)
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"

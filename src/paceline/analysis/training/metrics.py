@@ -448,7 +448,7 @@ def _measurement(cell: Cell, metric: Metric) -> Measurement:
     low, high = found.interval if found else (None, None)
     return Measurement(
         metric=metric.name,
-        unit=metric.unit,
+        unit=_unit(cell, metric.unit),
         better=metric.better,
         cell=cell.id,
         value=found.value if found else None,
@@ -460,6 +460,16 @@ def _measurement(cell: Cell, metric: Metric) -> Measurement:
         runs=cell.runs,
         note=note or (intervals.launches_note(len(cell.windows)) if low is not None else None),
     )
+
+
+def _unit(cell: Cell, unit: str) -> str:
+    """The unit of a metric; a script may have no token ids, or hide them in compiled code, and counts others."""
+    evidence = cell.windows[0].record.evidence if cell.spec.script else None
+    data = evidence.settings.get("data") if evidence else None
+    one, many = {"samples": ("sample", "samples"), "unseen": ("micro-batch", "micro-batches")}.get(
+        str(data), ("token", "tokens")
+    )
+    return unit.replace("tokens", many).replace("token", one)
 
 
 def device_kind(cell: Cell) -> str:

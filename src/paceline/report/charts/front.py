@@ -55,11 +55,12 @@ def pareto(report: Report) -> Iterator[Chart]:
     group = lead_group(report)
     if group is None:
         return
-    points = []
+    points, units = [], []
     for row in group.rows:
         speed, memory = row.measurements.get(THROUGHPUT), row.measurements.get(_MEMORY)
         if speed is None or memory is None or not memory.value:
             continue
+        units.append(speed.unit)
         point, size = measured_point(speed, Scale(speed.unit)), GIB.apply(memory.value) or 0.0
         detail = f"{point.detail}\n{format_number(size, places(size, None, None))} GiB peak memory"
         points.append(
@@ -78,7 +79,7 @@ def pareto(report: Report) -> Iterator[Chart]:
         f"beats in both. Whiskers are 95 % intervals. Axes do not begin at 0.{listed}{more}",
         kind=LINES,
         x=Axis(label="peak memory, GiB", unit="GiB", ticks="round", zero=False),
-        y=Axis(label="tokens/s", unit="tokens/s", zero=False),
+        y=Axis(label=units[0], unit=units[0], zero=False),
         points=(*points, *front),
         series=(*used(strategies(report), points), *_grey(FRONT, front)),
     )
@@ -113,6 +114,7 @@ def scaled(report: Report) -> Iterator[Chart]:
         points = [point for name in names for point in _grown([p for p in ours if p.series == name], names, cells)]
         on_gpus = all(p.efficiency.axes.get("device") == "cuda" for p in ours)
         what = "GPUs" if on_gpus else "processes"
+        unit = cells[ours[0].cell][THROUGHPUT].unit
         strategy = {names[p.series]: describe(p.efficiency.axes, ()) for p in ours}
         yield Chart(
             name=f"{SCALED}_{kind}",
@@ -121,7 +123,7 @@ def scaled(report: Report) -> Iterator[Chart]:
             "intervals. Both axes are logarithmic.",
             kind=LINES,
             x=Axis(label=what, scale=LOG2),
-            y=Axis(label="tokens/s", unit="tokens/s", scale=LOG, zero=False),
+            y=Axis(label=unit, unit=unit, scale=LOG, zero=False),
             points=tuple(points),
             series=(
                 *(Series(name=name, colour=colours.get(strategy[name], 0)) for name in strategy),

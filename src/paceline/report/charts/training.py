@@ -49,13 +49,10 @@ LONGEST_WARNING = 40
 
 
 def throughput(report: Report) -> Iterator[Chart]:
-    points = [
-        _bar(group, row, m, Scale(m.unit), format_parts(m.value, m.low, m.high)[0])
-        for group, row, m in _measured(report, THROUGHPUT)
-    ]
-    yield _bars(
-        report, "throughput", "Throughput", "Higher is better. Whiskers are 95 % intervals.", "tokens/s", points
-    )
+    found = list(_measured(report, THROUGHPUT))
+    points = [_bar(group, row, m, Scale(m.unit), format_parts(m.value, m.low, m.high)[0]) for group, row, m in found]
+    unit = " or ".join(dict.fromkeys(m.unit for _, _, m in found))
+    yield _bars(report, "throughput", "Throughput", "Higher is better. Whiskers are 95 % intervals.", unit, points)
 
 
 def peak_memory(report: Report) -> Iterator[Chart]:

@@ -200,7 +200,7 @@ def _ranking_columns(group: Group) -> list[Filled[Row]]:
     return [
         (numeric("#"), lambda row: row.rank or MISSING),
         (Column(group.heading), lambda row: row.label),
-        _metric(group, THROUGHPUT, "tokens/s", 0, interval=True),
+        _metric(group, THROUGHPUT, "", 0, interval=True),
         (Column("vs best"), lambda row: _versus(row, group)),
         (
             Column("equal work", priority=1),
@@ -228,7 +228,9 @@ def _metric(group: Group, metric: str, heading: str, priority: int, interval: bo
     found = [row.measurements[metric] for row in group.rows if metric in row.measurements]
     unit = found[0].unit if found else ""
     scale = scale_of(unit, metric, [m.value for m in found])
-    heading = heading if not scale.unit or heading == scale.unit else f"{heading}, {scale.unit}"
+    # A script with token ids may be beside one without.
+    units = " or ".join(dict.fromkeys(m.unit for m in found)) if metric == THROUGHPUT else scale.unit
+    heading = ", ".join(filter(None, (heading, units)))
 
     def fill(row: Row) -> Cell:
         m = row.measurements.get(metric)

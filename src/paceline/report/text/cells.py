@@ -30,7 +30,8 @@ from paceline.analysis.findings.cell_axes import DEVICE, EQUAL_WORK, axis_text, 
 from paceline.errors import Scalar
 
 THROUGHPUT = "tokens_per_s"
-STRATEGY, SCRIPT, ACCUMULATION, BATCH = "strategy", "script", "accumulation", "global_batch"
+STRATEGY, SCRIPT, ARGUMENTS = "strategy", "script", "arguments"
+ACCUMULATION, BATCH = "accumulation", "global_batch"
 # In which cells of a table may differ: a strategy that splits the model has fewer replicas, which accumulate more for
 # the same global batch.
 LAYOUT = (STRATEGY, ACCUMULATION)
@@ -245,7 +246,8 @@ def _placed(axes: Mapping[str, Scalar], device_name: str | None) -> dict[str, Sc
 
 def _script_axes(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> tuple[str, ...]:
     """The axis in which foreign scripts of a table differ: the strategy, or the parameter of which most values were
-    compared; that with the title of the script, which may name the parameter."""
+    compared; that with the title of the script, which may name the parameter. Without a comparison and a strategy it is
+    what follows the script in its command."""
     values: dict[str, set[str]] = {}
     for pair in context.verdicts:
         a, b = (context.placed(cells[cell][THROUGHPUT]) if cell in cells else {} for cell in pair)
@@ -255,6 +257,8 @@ def _script_axes(context: _Context, cells: Mapping[str, Mapping[str, Measurement
         if len(differing) == 1:
             name = differing.pop()
             values.setdefault(name, set()).update((repr(a.get(name)), repr(b.get(name))))
+    if not values and not any(metrics[THROUGHPUT].axes.get(STRATEGY) for metrics in cells.values()):
+        return ARGUMENTS, SCRIPT
     if STRATEGY in values or not values:
         return (STRATEGY,)
     return min(values, key=lambda name: (-len(values[name]), name)), SCRIPT
@@ -272,7 +276,7 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
 
     def label(cell: str) -> str:
         own = cells[cell][THROUGHPUT].axes
-        return describe(own, ()) if free[0] == STRATEGY or free[0] not in own else axis_text(free[0], own)
+        return describe(own, ()) if free[0] == STRATEGY or own.get(free[0]) is None else axis_text(free[0], own)
 
     rows = tuple(
         Row(

@@ -16,8 +16,9 @@ from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
+from paceline.report.charts import training
 from paceline.report.summary import light
-from paceline.report.tables.table import CROSS, certification, certified_sentence
+from paceline.report.tables.table import CROSS, certification, certified_sentence, ranking
 from paceline.report.text.cells import groups
 from paceline.results.records import RunRecord
 
@@ -79,6 +80,36 @@ def test_a_report_does_not_call_other_work_certified(records: list[RunRecord], t
     assert table is not None
     different = sum(bool(c.differs) for c in report.certificates)
     assert sum(row[1].text.startswith(CROSS) for row in table.rows) == different
+
+
+@pytest.mark.parametrize(
+    ("data", "rate", "energy"),
+    [
+        ("tokens", "tokens/s", "J/token"),
+        ("samples", "samples/s", "J/sample"),
+        ("unseen", "micro-batches/s", "J/micro-batch"),
+    ],
+)
+def test_a_rate_says_what_was_counted(data: str, rate: str, energy: str) -> None:
+    more = {"settings": {**EVIDENCE["settings"], "data": data}}
+    report = build([run("ddp", **more), run("fsdp", at=1.0, seconds=2.0, **more)], title="")
+    units = {m.metric: m.unit for m in report.measurements}
+    assert (units["tokens_per_s"], units["joules_per_token"]) == (rate, energy)
+    (table,) = ranking(report)
+    assert rate in [column.heading for column in table.columns]
+    (chart,) = training.throughput(report)
+    assert chart.y.unit == rate
+
+
+def test_commands_of_one_script_are_told_apart_by_what_follows_it() -> None:
+    def with_width(at: float, *words: str) -> RunRecord:
+        record = run(at=at, parameters=at + 10)
+        script = Script(command=("python", "lab/train.py", *words), code="v1")
+        return replace(record, spec=replace(record.spec, strategy=None, script=script))
+
+    (group,) = groups(build([with_width(0.0), with_width(1.0, "--width", "32")], title=""))
+    assert group.title == "tiny, 2 processes"
+    assert sorted(row.label for row in group.rows) == ["--width 32", "train.py"]
 
 
 def test_values_of_one_parameter_are_ranked_in_one_table() -> None:
