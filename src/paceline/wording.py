@@ -162,12 +162,16 @@ def percent_words(ratio: float, low: float | None = None, high: float | None = N
     return f"{format_own(percent, digits)} %", f"{' to '.join(shown)} %" if len(shown) > 1 else ""
 
 
-def metric_words(metric: str) -> str:
-    """A metric for people: its name without the unit, except rates.
+def metric_words(metric: str, unit: str = "") -> str:
+    """A metric for people: its name without the unit, except rates; that of a throughput is its unit, where known.
 
     >>> metric_words("output_tokens_per_s"), metric_words("peak_memory_bytes"), metric_words("ttft_p99_s")
     ('output tokens/s', 'peak memory', 'ttft p99')
+    >>> metric_words("tokens_per_s", "samples/s")
+    'samples/s'
     """
+    if metric == "tokens_per_s" and unit:
+        return unit
     name = metric.replace("_per_s", "/s")
     for unit in ("_bytes", "_ratio", "_s"):
         name = name.removesuffix(unit)

@@ -161,7 +161,7 @@ def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:
         for cell in metrics.gather(map(open_window, records)):
             for name in comparable_metrics((cell,)):
                 if found := metrics.estimate(cell, name):
-                    yield Quantity(name, BY_NAME[name].unit, BY_NAME[name].better, None, found)
+                    yield Quantity(name, metrics.unit_of(name, records[0]), BY_NAME[name].better, None, found)
     elif not spec.traits.tests_nodes:
         yield from _machine(records)
 

@@ -25,7 +25,7 @@ from paceline.analysis.served import equal_work, estimates, measurements, rate_s
 from paceline.analysis.statistics import changepoints
 from paceline.analysis.statistics.intervals import Array, seed_of, student_t
 from paceline.analysis.training.certificate import certify_all
-from paceline.analysis.training.metrics import BY_NAME
+from paceline.analysis.training.metrics import BY_NAME, unit_of
 from paceline.analysis.training.window import LAUNCH_COLUMNS, STEP_COLUMNS, Window, open_window
 from paceline.errors import Scalar
 from paceline.results.records import RunRecord, Status
@@ -134,7 +134,7 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
             values.append(memory if metric == MEMORY else tokens / wall if wall > 0 else math.nan)
         known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]
         if len(known) >= fewest:
-            about = BY_NAME[metric].unit, BY_NAME[metric].better
+            about = unit_of(metric, ordered[0].record), BY_NAME[metric].better
             yield _series(metric, about, [w.record for w, _ in known], np.array([v for _, v in known]), named)
 
 

@@ -29,6 +29,7 @@ from paceline.experiment.script import UNKNOWN_MODEL
 from paceline.experiment.spec import RunSpec
 from paceline.models import adapters, arithmetic, parallel
 from paceline.models.adapters import DTYPE_BYTES as DTYPE_BYTES
+from paceline.results.records import RunRecord
 from paceline.training.data.corpus import is_packed
 
 # --- one cell ---
@@ -448,7 +449,7 @@ def _measurement(cell: Cell, metric: Metric) -> Measurement:
     low, high = found.interval if found else (None, None)
     return Measurement(
         metric=metric.name,
-        unit=_unit(cell, metric.unit),
+        unit=unit_of(metric.name, cell.windows[0].record),
         better=metric.better,
         cell=cell.id,
         value=found.value if found else None,
@@ -462,14 +463,13 @@ def _measurement(cell: Cell, metric: Metric) -> Measurement:
     )
 
 
-def _unit(cell: Cell, unit: str) -> str:
+def unit_of(metric: str, record: RunRecord) -> str:
     """The unit of a metric; a script may have no token ids, or hide them in compiled code, and counts others."""
-    evidence = cell.windows[0].record.evidence if cell.spec.script else None
-    data = evidence.settings.get("data") if evidence else None
-    one, many = {"samples": ("sample", "samples"), "unseen": ("micro-batch", "micro-batches")}.get(
-        str(data), ("token", "tokens")
-    )
-    return unit.replace("tokens", many).replace("token", one)
+    evidence = record.evidence if record.spec.script else None
+    data = str(evidence.settings.get("data")) if evidence else ""
+    named = {"samples": ("sample", "samples"), "unseen": ("micro-batch", "micro-batches")}
+    one, many = named.get(data, ("token", "tokens"))
+    return BY_NAME[metric].unit.replace("tokens", many).replace("token", one)
 
 
 def device_kind(cell: Cell) -> str:

@@ -84,7 +84,7 @@ def _lane(c: Change) -> Point:
         low=percent(c.low),
         high=percent(c.high),
         label=c.label if c.row is None else f"{c.row} ({c.label})",
-        group=metric_words(c.metric),
+        group=metric_words(c.metric, c.unit),
         series=WORDS[c.verdict],
         text=text,
         detail="\n".join(filter(None, (interval, c.reason, comparison.differences_text(c.differences)))),
@@ -198,7 +198,7 @@ def _newest_tiles(found: Sequence[HistorySeries]) -> Iterator[Tile]:
     size, interval = comparison.percent_text(change.ratio, change.low, change.high)
     values = tuple(thinned([p.value for p in series.points], MOST_POINTS))
     yield Tile(
-        name=metric_words(series.metric),
+        name=metric_words(series.metric, series.unit),
         value=size.removesuffix(" %"),
         unit="% lower" if change.ratio < 1 else "% higher",
         interval=interval,
@@ -216,7 +216,7 @@ def _newest_change(found: Sequence[HistorySeries]) -> str:
     name, size = series.label.partition(", ")[0], history.size_text(change).partition(" (")[0]
     day = history.day(change.after_at).partition(" ")[0]
     why = f" ({comparison.differences_text(change.differences, most=1)})" if change.throughout else ""
-    return f"{metric_words(series.metric)} of {name}: {size} since {day}{why}"
+    return f"{metric_words(series.metric, series.unit)} of {name}: {size} since {day}{why}"
 
 
 def _newest(found: Sequence[HistorySeries]) -> str:

@@ -246,7 +246,7 @@ def _changes(title: str, changes: Sequence[Change], reasons: bool = True) -> Tab
     )
     columns: tuple[Filled[Change], ...] = (
         (Column("what", prose=True), lambda c: c.label if c.row is None else f"{c.row} ({c.label})"),
-        (Column("metric"), lambda c: metric_words(c.metric)),
+        (Column("metric"), lambda c: metric_words(c.metric, c.unit)),
         (numeric("A -> B", 2), values),
         (Column("B over A"), ratio),
         *(detectable if reasons else ()),

@@ -43,7 +43,7 @@ def sentence(found: Sequence[HistorySeries]) -> str:
 
 def _change_text(series: HistorySeries, change: ChangePoint) -> str:
     """The change as a clause, in the present tense if it is the last one."""
-    what = f"{metric_words(series.metric)} of {series.label}"
+    what = f"{metric_words(series.metric, series.unit)} of {series.label}"
     later = series.changes[series.changes.index(change) + 1 :]
     if not later:
         return f"{what} is {size_text(change)} since {day(change.after_at)} UTC"
@@ -92,7 +92,7 @@ def _changes(found: Sequence[HistorySeries]) -> Table | None:
 
     columns: tuple[Filled[tuple[HistorySeries, ChangePoint]], ...] = (
         (Column("cell", prose=True), lambda pair: pair[0].label),
-        (Column("metric"), lambda pair: metric_words(pair[0].metric)),
+        (Column("metric"), lambda pair: metric_words(pair[0].metric, pair[0].unit)),
         (Column("between"), lambda pair: f"{day(pair[1].before_at)} and {day(pair[1].after_at)}"),
         (Column("change"), size),
         (Column("differs", prose=True), lambda pair: differs_text(pair[1])),
@@ -112,7 +112,7 @@ def _series(found: Sequence[HistorySeries]) -> Table | None:
 
     columns: tuple[Filled[HistorySeries], ...] = (
         (Column("cell", prose=True), lambda series: series.label),
-        (Column("metric"), lambda series: metric_words(series.metric)),
+        (Column("metric"), lambda series: metric_words(series.metric, series.unit)),
         (numeric("launches"), lambda series: str(len(series.points))),
         (numeric("campaigns", 2), lambda series: str(len({p.campaign for p in series.points}))),
         (Column("first", priority=3), lambda series: day(series.points[0].started_at)),

@@ -276,7 +276,8 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
 
     def label(cell: str) -> str:
         own = cells[cell][THROUGHPUT].axes
-        return describe(own, ()) if free[0] == STRATEGY or own.get(free[0]) is None else axis_text(free[0], own)
+        by_title = free[0] == STRATEGY or own.get(free[0]) is None or (free[0] == ARGUMENTS and ARGUMENTS in common)
+        return describe(own, ()) if by_title else axis_text(free[0], own)
 
     rows = tuple(
         Row(
