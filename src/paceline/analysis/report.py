@@ -413,7 +413,7 @@ def _notes(basis: _Basis, machines: Sequence[Mapping[str, Any]]) -> list[str]:
     notes += sorted({note for cell in cells if not cell.spec.script and (note := _beyond_context(cell.spec))})
     data = {e.settings.get("data") for c, e in evidence if e is not None and c.spec.script}
     if "samples" in data:
-        notes.append("a script was given no token ids: its rates count samples, and in costs a sample is one token")
+        notes.append("a script has no token ids: its rates count samples, and in costs a sample is one token")
     if "unseen" in data:
         notes.append(
             "the forward passes of a script are inside compiled code, where its data cannot be seen: its rates count "
