@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -111,8 +112,8 @@ def _bars(report: Report, name: str, title: str, subtitle: str, unit: str, point
 def _bar(group: Group, row: Row, m: Measurement, scale: Scale, text: str | None = None) -> Point:
     point = measured_point(m, scale)
     # The notes of the ranking have the long warnings whole.
-    warnings = [text if len(text) <= LONGEST_WARNING else text.partition(": ")[0] for text in group.warnings]
-    heading = ": ".join((group.title, *warnings))
+    warnings = [text if len(text) <= LONGEST_WARNING else re.split(r" \(|; ", text)[0] for text in group.warnings]
+    heading = ", ".join((group.title, *warnings))
     return replace(point, label=row.label, group=heading, series=row.label, text=point.text if text is None else text)
 
 

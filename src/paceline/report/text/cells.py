@@ -272,7 +272,7 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
         order.sort(key=lambda cell: describe(cells[cell][THROUGHPUT].axes, ()))
     everything = [context.placed(cells[cell][THROUGHPUT]) for cell in order]
     common = {k: v for k, v in everything[0].items() if all(axes.get(k) == v for axes in everything)}
-    axes = {k: v for k, v in common.items() if k not in free or k == ACCUMULATION}
+    axes = {k: v for k, v in common.items() if k not in free or k in (ACCUMULATION, ARGUMENTS)}
 
     def label(cell: str) -> str:
         own = cells[cell][THROUGHPUT].axes

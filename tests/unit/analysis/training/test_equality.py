@@ -110,6 +110,12 @@ def test_commands_of_one_script_are_told_apart_by_what_follows_it() -> None:
     (group,) = groups(build([with_width(0.0), with_width(1.0, "--width", "32")], title=""))
     assert group.title == "tiny, 2 processes"
     assert sorted(row.label for row in group.rows) == ["--width 32", "train.py"]
+    # Other steps: a table for each, which names the rest of the command.
+    short = with_width(1.0, "--width", "32")
+    short = replace(short, spec=replace(short.spec, steps=short.spec.steps - 1))
+    found = groups(build([with_width(0.0, "--width", "8"), short], title=""))
+    named = {group.title.partition("processes, ")[2].partition(", steps")[0]: group.rows[0].label for group in found}
+    assert named == {"--width 8": "train.py", "--width 32": "train.py"}
 
 
 def test_values_of_one_parameter_are_ranked_in_one_table() -> None:
