@@ -206,6 +206,8 @@ def name_of(spec: RunSpec, axis: str) -> str:
 def _setting(axis: str, value: Scalar) -> str:
     if axis == "env":
         return str(value or "default environment")
+    if axis == "arguments":
+        return str(value or "without arguments")
     if axis == DEVICE:
         return str(value)
     if isinstance(value, bool):
@@ -228,6 +230,8 @@ def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
 
     >>> title_of({"strategy": "ddp", "model": "gpt2-124m", "device": "cuda", "world_size": 8, "precision": "bf16"})
     'ddp, gpt2-124m, 8 GPUs, bf16'
+    >>> title_of({"script": "train.py", "arguments": "--lr 0.1"}, ["arguments"])
+    'train.py, --lr 0.1'
     """
     parts = [
         axes.get("strategy"),
