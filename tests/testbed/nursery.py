@@ -61,7 +61,7 @@ def command(
     """Run `paceline ARGUMENTS` in a child of the server that has imported the command line."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         request = {"arguments": [str(word) for word in arguments], "cwd": str(cwd or Path.cwd()), "env": dict(env)}
-        code = _asked(COMMAND, request, (out.fileno(), err.fileno()), timeout_s)
+        code = _asked(COMMAND, request["env"], request, (out.fileno(), err.fileno()), timeout_s)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -70,9 +70,13 @@ def command(
 
 
 def answered(kind: str, run_dir: Path) -> int:
-    """The exit code of a run, forked by the server of this kind, which is started if there is none."""
+    """The exit code of a run, forked by the server of this kind, which is started if there is none.
+
+    SIGTERM ends the ranks, then this process: whoever waits for it must not find a rank that still writes."""
     request = {"run_dir": str(run_dir), "cwd": str(Path.cwd()), "env": dict(os.environ)}
-    return _asked(kind, request, (sys.stdout.fileno(), sys.stderr.fileno()), None)
+    with _connected(_path(kind, os.environ), kind, os.environ) as link:
+        signal.signal(signal.SIGTERM, lambda *_: link.shutdown(socket.SHUT_WR))
+        return _answer(link, request, (sys.stdout.fileno(), sys.stderr.fileno()), None)
 
 
 def started(module: str, arguments: Sequence[str]) -> int:
@@ -85,7 +89,7 @@ def started(module: str, arguments: Sequence[str]) -> int:
     numbers = [number for number in opened if _is_inherited(number)]
     spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in SPACES]
     usual = json.loads((Path(os.environ["NURSERY"]) / USUAL).read_text())
-    return _answer(os.environ.get("NURSERY_KIND", "1"), usual, {**request, "files": numbers}, [*numbers, *spaces], None)
+    return _asked(os.environ.get("NURSERY_KIND", "1"), usual, {**request, "files": numbers}, [*numbers, *spaces], None)
 
 
 def fork_programs() -> None:
@@ -120,17 +124,17 @@ def end(folder: Path) -> None:
         folder.rmdir()
 
 
-def _asked(kind: str, request: Mapping[str, Any], files: Sequence[int], timeout_s: float | None) -> int:
-    return _answer(kind, request["env"], request, files, timeout_s)
-
-
-def _answer(
+def _asked(
     kind: str, env: Mapping[str, str], request: Mapping[str, Any], files: Sequence[int], timeout_s: float | None
 ) -> int:
     with _connected(_path(kind, env), kind, env) as link:
-        _send(link, request, files)
-        link.settimeout(timeout_s)
-        said = link.makefile().readline()
+        return _answer(link, request, files, timeout_s)
+
+
+def _answer(link: socket.socket, request: Mapping[str, Any], files: Sequence[int], timeout_s: float | None) -> int:
+    _send(link, request, files)
+    link.settimeout(timeout_s)
+    said = link.makefile().readline()
     return int(said or 1)
 
 

@@ -14,6 +14,7 @@ from typing import IO, Any
 import psutil
 import pytest
 from testbed import nursery
+from testbed.waiting import until
 
 # Serves as a nursery does, but imports nothing and forks nobody.
 STAND_IN = """
@@ -126,3 +127,16 @@ def test_a_program_has_the_files_and_the_end_of_whoever_asks(paceline: Any, envi
     finally:
         os.close(reader)
         os.close(writer)
+
+
+def test_whoever_asks_for_a_run_ends_after_its_ranks(environment: Any, tmp_path: Path) -> None:
+    """Its end is waited for before a run is sealed: a rank that still writes would damage the record."""
+    sleep = "import os, pathlib, time\n\ndef sleep(rank):\n    pathlib.Path(f'{os.getpid()}.rank').touch()\n"
+    (tmp_path / "sleeper.py").write_text(f"{sleep}    time.sleep(3600)\n")
+    (tmp_path / "run.call").write_text("sleeper sleep 2")
+    command = [sys.executable, "-m", "testbed.nursery", "run", "1", str(tmp_path / "run.call")]
+    asking = subprocess.Popen(command, cwd=tmp_path, env=environment(PYTHONPATH=str(tmp_path)))
+    until(lambda: len(list(tmp_path.glob("*.rank"))) == 2, "the start of both ranks")
+    asking.terminate()
+    assert asking.wait() == 1
+    assert not any(psutil.pid_exists(int(path.stem)) for path in tmp_path.glob("*.rank"))
