@@ -16,7 +16,7 @@ from paceline.report.charts import ceilings as ceiling_charts
 from paceline.report.charts.chart import COLOURS, strategies, thinned
 from paceline.report.charts.fabric import operations
 from paceline.report.charts.front import lead_group
-from paceline.report.charts.money import PER_BILLION
+from paceline.report.charts.money import scale_of as cost_scale
 from paceline.report.tables import ceilings, served
 from paceline.report.tables import nodes as node_tables
 from paceline.report.tables.fabric import best_row
@@ -140,15 +140,15 @@ def _measured_tile(
 def _cost_tile(
     report: Report, group: Group, row: Row, cost: Cost, costs: Mapping[str, Cost], colours: Mapping[str, int]
 ) -> Tile:
-    m = cost.usd_per_mtok
-    value, interval = format_parts(m.value, m.low, m.high, PER_BILLION)
+    m, scale = cost.usd_per_mtok, cost_scale(cost)
+    value, interval = format_parts(m.value, m.low, m.high, scale)
     others = [(r.label, costs[r.cell].usd_per_mtok.value) for r in group.rows if r.cell in costs]
     trend = _over_cells(others, row.label, colours) or _over_steps(report, m, 1, colours.get(row.label, 0))
     note = f"at {cost.price.name}, {cost.price.kind}"
     return Tile(
         name="Cost",
         value=value,
-        unit=PER_BILLION.unit,
+        unit=scale.unit,
         interval=_ends(m, interval),
         note=note,
         trend=trend,

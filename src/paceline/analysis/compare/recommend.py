@@ -281,8 +281,11 @@ def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     names = {versus.cell: versus.label, versus.other: versus.other_label}
     among = [c for c in decided.because if {c.label, c.other_label} <= {*decided.choose}]
     leaders = f"{_leaders(decided.choose, among)}. " if len(decided.choose) > 1 else ""
+    found = leads[winner]
     margin = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
+    margin = margin.replace("A token of", f"A {found.counted} of", 1)
+    amount, factor = found.amount
     costs = (leads[cell].usd_per_mtok for cell in (winner, other))
-    a, b = (format_parts(m.value, m.low, m.high, Scale("USD", 1e3))[0] for m in costs)
-    price = leads[winner].price
-    return f"{start}. {leaders}{margin} That is {a} against {b} USD per billion tokens at {price.name} ({price.kind})."
+    a, b = (format_parts(m.value, m.low, m.high, Scale("USD", factor))[0] for m in costs)
+    at = f"{found.price.name} ({found.price.kind})"
+    return f"{start}. {leaders}{margin} That is {a} against {b} USD per {amount} at {at}."

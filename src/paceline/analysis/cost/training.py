@@ -147,7 +147,8 @@ def _costs(cell: Cell, price: Price, costing: Costing) -> Iterable[Cost]:
     if tokens is None or samples is None:
         return
     devices, usd = cell.spec.topology.world_size, price.usd_per_gpu_hour
-    goal, count = costing.train_tokens, costing.train_samples
+    of_tokens = metrics.unit_of("tokens_per_s", cell.windows[0].record) == "tokens/s"
+    goal, count = costing.train_tokens if of_tokens else None, costing.train_samples
 
     def measured(
         metric: str, rate: Resampled, formula: Callable[[float], float], at: Price | None = price
@@ -183,10 +184,12 @@ def _measurement(
 ) -> Measurement:
     """Every formula is monotonic in the rate, so its bounds are those of the rate, sorted."""
     unit, better = METRICS[metric]
+    unit = metrics.in_counted(unit, cell.windows[0].record)
     low, high = rate.interval
     bounds = sorted(map(formula, (low, high))) if low is not None and high is not None and low > 0 else (None, None)
     spec = cell.spec
-    samples = f"samples of {spec.training.sequence_length} tokens ({spec.data_text})" if metric in PER_SAMPLE else None
+    known = metric in PER_SAMPLE and not spec.script
+    samples = f"samples of {spec.training.sequence_length} tokens ({spec.data_text})" if known else None
     notes = (price.origin if price else None, samples, launches_note(len(cell.windows)))
     return Measurement(
         metric=metric,

@@ -17,7 +17,8 @@ class Cost:
 
     usd_per_hour is for the whole job, all its devices. usd_per_1k_samples applies only to samples of this cell's
     sequence length and data. train_* are for train_tokens tokens, and None if no number of tokens was requested;
-    samples_* are for train_samples samples as long as those of the cell.
+    samples_* are for train_samples samples as long as those of the cell. A script may count samples or micro-batches
+    instead of tokens: then usd_per_mtok and tokens_per_usd are of those.
     """
 
     cell: str
@@ -36,8 +37,22 @@ class Cost:
     samples_cost_usd: Measurement | None = None
 
     @property
+    def counted(self) -> str:
+        """What it is the cost of: token, sample or micro-batch."""
+        return self.usd_per_mtok.unit.removeprefix("USD/M")
+
+    @property
+    def amount(self) -> tuple[str, float]:
+        """As many as are shown at one cost, and how often the million of `usd_per_mtok` goes into that."""
+        if self.counted == "token":
+            return "billion tokens", 1e3
+        return f"1000 {self.counted}{'es' if self.counted.endswith('h') else 's'}", 1e-3
+
+    @property
     def tokens_per_sample(self) -> float | None:
         """Non-pad tokens of the mean measured sample."""
+        if self.counted != "token":
+            return None
         per_1k, per_mtok = self.usd_per_1k_samples.value, self.usd_per_mtok.value
         return None if per_1k is None or not per_mtok else 1000 * per_1k / per_mtok
 

@@ -359,8 +359,9 @@ class Goodput:
         """One sentence for the list of runs."""
         counts = (("restarted", self.restarts), ("interrupted", self.interruptions))
         times = ", ".join(f"{word} {_times(count)}" for word, count in counts if count) or "not restarted"
-        written = f"{self.checkpoint_s:.3g} s checkpoints ({_times(self.checkpoints)})"
-        lost = f"{self.redone_s:.3g} s redone, {written}, {self.down_s:.3g} s down"
+        # The rest of a difference of clock readings is no time.
+        redone, saved, down = (f"{round(s, 6):.3g} s" for s in (self.redone_s, self.checkpoint_s, self.down_s))
+        lost = f"{redone} redone, {saved} checkpoints ({_times(self.checkpoints)}), {down} down"
         return f"{times}; {self.ratio:.0%} goodput; {lost}; speeds are from undisturbed steps"
 
 

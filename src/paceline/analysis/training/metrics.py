@@ -464,12 +464,17 @@ def _measurement(cell: Cell, metric: Metric) -> Measurement:
 
 
 def unit_of(metric: str, record: RunRecord) -> str:
-    """The unit of a metric; a script may have no token ids, or hide them in compiled code, and counts others."""
+    """The unit of a metric, in what this run counts."""
+    return in_counted(BY_NAME[metric].unit, record)
+
+
+def in_counted(unit: str, record: RunRecord) -> str:
+    """A unit of tokens, for a script that has no token ids, or hides them in compiled code, and counts others."""
     evidence = record.evidence if record.spec.script else None
     data = str(evidence.settings.get("data")) if evidence else ""
     named = {"samples": ("sample", "samples"), "unseen": ("micro-batch", "micro-batches")}
     one, many = named.get(data, ("token", "tokens"))
-    return BY_NAME[metric].unit.replace("tokens", many).replace("token", one)
+    return unit.replace("tokens", many).replace("token", one)
 
 
 def device_kind(cell: Cell) -> str:

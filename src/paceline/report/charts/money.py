@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from paceline.analysis.findings import Cost, Report, offers_of
 from paceline.analysis.findings.cell_axes import describe
+from paceline.analysis.grouping import grouped
 from paceline.report.charts.chart import (
     BARS,
     LINES,
@@ -24,28 +25,34 @@ from paceline.report.text.cells import groups
 from paceline.wording import Scale, short_count
 
 SPOT = ", spot"
-PER_BILLION = Scale("USD per billion tokens", 1e3)
+
+
+def scale_of(found: Cost) -> Scale:
+    amount, factor = found.amount
+    return Scale(f"USD per {amount}", factor)
 
 
 def cost(report: Report) -> Iterator[Chart]:
-    by_cell = {offer.lead.cell: offer for offer in offers_of(report.costs)}
-    scale = PER_BILLION
-    points = []
-    for group in groups(report):
-        for row in group.rows:
-            if offer := by_cell.get(row.cell):
-                points.append(_bar(offer.lead, row.label, group.title, scale, faint=False))
-                points += [_bar(offer.spot, row.label, group.title, scale, faint=True)] if offer.spot else []
-    yield Chart(
-        name="cost",
-        title="Cost",
-        subtitle="Lower is better. The lowest price that is not spot; thin bar: the lowest spot price. "
-        "Whiskers are 95 % intervals of throughput; the price itself is taken as exact.",
-        kind=BARS,
-        y=Axis(label=scale.unit, unit=scale.unit),
-        points=tuple(points),
-        series=used(strategies(report), points),
-    )
+    """One chart for tokens, and one for samples or micro-batches if scripts count those."""
+    for counted, offers in grouped(offers_of(report.costs), lambda offer: offer.lead.counted).items():
+        by_cell = {offer.lead.cell: offer for offer in offers}
+        scale = scale_of(offers[0].lead)
+        points = []
+        for group in groups(report):
+            for row in group.rows:
+                if offer := by_cell.get(row.cell):
+                    points.append(_bar(offer.lead, row.label, group.title, scale, faint=False))
+                    points += [_bar(offer.spot, row.label, group.title, scale, faint=True)] if offer.spot else []
+        yield Chart(
+            name="cost" if counted == "token" else f"cost-{counted}",
+            title="Cost",
+            subtitle="Lower is better. The lowest price that is not spot; thin bar: the lowest spot price. "
+            "Whiskers are 95 % intervals of throughput; the price itself is taken as exact.",
+            kind=BARS,
+            y=Axis(label=scale.unit, unit=scale.unit),
+            points=tuple(points),
+            series=used(strategies(report), points),
+        )
 
 
 def _bar(found: Cost, label: str, group: str, scale: Scale, *, faint: bool) -> Point:
@@ -96,7 +103,7 @@ def _spent(found: Cost, series: str, where: str) -> Point:
         y=cost.value or 0.0,
         low=cost.low,
         high=cost.high,
-        group=f"samples of {axes.get('sequence_length')} tokens, {axes.get('data')}",
+        group=sized.samples_name(axes),
         series=series,
         label=where,
         text=where,

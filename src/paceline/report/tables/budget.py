@@ -5,7 +5,7 @@ Samples are comparable only if they have the same length and data: each such set
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.analysis.findings import Offer, Report, offers_of
 from paceline.analysis.findings.cell_axes import axis_text, describe
@@ -66,10 +66,16 @@ def _table(report: Report, ours: Sequence[Offer]) -> Table:
     notes = [*(f"{cost.price.origin}." for cost in (lead, spot) if cost), MEASURED_ONLY]
     notes += [PER_NODE_COST] if any(offer.lead.cell in efficiencies for offer in ours) else []
     axes, count = lead.axes, short_count(lead.train_samples or 0)
-    title = f"{count} samples of {axes.get('sequence_length')} tokens, {axes.get('data')}: time and cost"
+    title = f"{count} {samples_name(axes)}: time and cost"
     table = filled(title, ours, columns, notes, lambda o: (o.lead.cell,))
     assert table is not None
     return table
+
+
+def samples_name(axes: Mapping[str, object]) -> str:
+    """`samples of 512 tokens, alpaca`; how long those of a script are is not known."""
+    length = axes.get("sequence_length")
+    return "samples" if length is None else f"samples of {length} tokens, {axes.get('data')}"
 
 
 def series_name(report: Report, offer: Offer) -> str:

@@ -12,8 +12,6 @@ from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts, places, short_count
 
 _USD, _PERCENT, _HOURS, _MILLIONS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600), Scale("M", 1e-6)
-# From USD per million tokens, the unit of the metric: every table and chart about training shows billions.
-_PER_BILLION = Scale("USD", 1e3)
 LIST_PRICES = (
     "List prices at the given date, before discounts, storage and traffic. Check them, or set your own with --price."
 )
@@ -22,10 +20,10 @@ SAMPLES = "Cost per sample depends on the sample length; it is never compared be
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One table for each pair of prices, then all prices; empty if no device has a price."""
-    pairs: dict[tuple[str, str | None], list[Offer]] = {}
+    """One table for each pair of prices and what is counted, then all prices; empty if no device has a price."""
+    pairs: dict[tuple[str, str | None, str], list[Offer]] = {}
     for o in offers_of(report.costs):
-        pairs.setdefault((o.lead.price.name, o.spot.price.name if o.spot else None), []).append(o)
+        pairs.setdefault((o.lead.price.name, o.spot.price.name if o.spot else None, o.lead.counted), []).append(o)
     found = (*(_table(report, offers) for offers in pairs.values()), *budget.tables(report), _prices(report))
     return tuple(table for table in found if table)
 
@@ -40,8 +38,8 @@ def _saving(s: Saving, other: Cost | None) -> str:
     share, interval = format_parts(s.saved_ratio, s.low, s.high, _PERCENT)
     tied = f" (equal or inconclusive: {', '.join(s.tied)})" if s.tied else ""
     said = (
-        f"{s.label}{tied} saves {share} % {interval} of the cost per token against {s.other_label}, the next best, "
-        f"at any price per GPU-hour ({s.group})"
+        f"{s.label}{tied} saves {share} % {interval} of the cost per {other.counted if other else 'token'} against "
+        f"{s.other_label}, the next best, at any price per GPU-hour ({s.group})"
     )
     total = other.train_cost_usd.value if other and other.train_cost_usd else None
     if other is None or total is None or other.train_tokens is None:
@@ -57,24 +55,27 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table | None:
     kind = "cost" if lead.price.kind == GIVEN else lead.price.kind
     names = {o.lead.cell: cell_name(report, o.lead.cell, o.lead.axes, named) for o in offers}
 
+    amount, factor = lead.amount
+    is_of_tokens = lead.counted == "token"
+    unit, per_amount = "USD/Btoken" if is_of_tokens else f"USD per {amount}", Scale("USD", factor)
+
     def samples(o: Offer) -> Cell:
-        m = o.lead.usd_per_1k_samples
-        return (
-            Cell(MISSING)
-            if m is None
-            else measured_cell(m, _USD)._replace(detail=f"of {o.lead.axes.get('sequence_length')} tokens")
-        )
+        length, shown = o.lead.axes.get("sequence_length"), measured_cell(o.lead.usd_per_1k_samples, _USD)
+        return shown if length is None else shown._replace(detail=f"of {length} tokens")
 
     columns: list[Filled[Offer]] = [
         (Column("what", prose=True), lambda o: names[o.lead.cell]),
         (numeric("whole job, USD/h", 2), lambda o: format_parts(o.lead.usd_per_hour, None, None)[0]),
-        (numeric(f"{kind}, USD/Btoken"), lambda o: measured_cell(o.lead.usd_per_mtok, _PER_BILLION)),
-        (numeric("tokens per USD, M", 1), lambda o: measured_cell(o.lead.tokens_per_usd, _MILLIONS)),
-        (numeric("1000 samples, USD", 4), samples),
+        (numeric(f"{kind}, {unit}"), lambda o: measured_cell(o.lead.usd_per_mtok, per_amount)),
     ]
     if spot:
-        heading = numeric("spot, USD/Btoken")
-        columns.insert(3, (heading, lambda o: measured_cell(o.spot.usd_per_mtok if o.spot else None, _PER_BILLION)))
+        heading = numeric(f"spot, {unit}")
+        columns.append((heading, lambda o: measured_cell(o.spot.usd_per_mtok if o.spot else None, per_amount)))
+    if is_of_tokens:
+        columns += [
+            (numeric("tokens per USD, M", 1), lambda o: measured_cell(o.lead.tokens_per_usd, _MILLIONS)),
+            (numeric("1000 samples, USD", 4), samples),
+        ]
     if lead.train_tokens:
         size = f"{short_count(lead.train_tokens)} tokens"
         columns += [

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -211,6 +211,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
     compile_subject(subject, spec.training.compilation, per_block=chosen.stage == 3)
     config = merged(configuration(spec, chosen), chosen.config)
+    require_large(spec, [parameter.numel() for parameter in learning(subject)])
     optimizer = optimizer_of(spec, learning(subject))
     engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)
     return ZeroTrainer(engine, subject, optimizer, spec, chosen)
@@ -262,6 +263,18 @@ def require_quantisation(deepspeed: Any, seat: Seat, chosen: Options) -> None:
         raise UnsupportedError(
             f"DeepSpeed cannot compile its kernels that quantise ({reason}); they need nvcc"
         ) from None
+
+
+def require_large(spec: RunSpec, sizes: Sequence[int]) -> None:
+    """UnsupportedError for 8-bit moments of small tensors: bitsandbytes would keep those in fp32, but sees one large
+    tensor, because DeepSpeed joins them all."""
+    from paceline.training.strategies._optimizers import SMALLEST_8BIT, is_8bit
+
+    if is_8bit(spec) and (smallest := min(sizes)) < SMALLEST_8BIT:
+        raise UnsupportedError(
+            f"the strategy zero joins all trained tensors, so the moments of one with {smallest:,} elements would have 8 "
+            f"bit, while they stay fp32 below {SMALLEST_8BIT:,} elements elsewhere; use optimizer adamw or a larger rank"
+        )
 
 
 def require_disk(deepspeed: Any) -> None:

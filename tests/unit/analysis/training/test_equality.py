@@ -10,16 +10,20 @@ import pytest
 from training_records import build_record, build_spec, build_steps
 
 from paceline.analysis.compare import fingerprint
+from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import CERTIFIED, CONSISTENT, DIFFERENT, Certificate
 from paceline.analysis.report import build
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
-from paceline.report.charts import training
+from paceline.host.prices import Price
+from paceline.report.charts import money, training
 from paceline.report.summary import light
+from paceline.report.tables import cost
 from paceline.report.tables.table import CROSS, certification, certified_sentence, ranking
 from paceline.report.text.cells import groups
+from paceline.report.tiles import tiles
 from paceline.results.records import RunRecord
 
 GROUP = {"class": "AdamW", "lr": 0.1, "betas[0]": 0.9, "elements": 10}
@@ -99,6 +103,36 @@ def test_a_rate_says_what_was_counted(data: str, rate: str, energy: str) -> None
     assert rate in [column.heading for column in table.columns]
     (chart,) = training.throughput(report)
     assert chart.y.unit == rate
+
+
+@pytest.mark.parametrize(
+    ("data", "noun", "amount"),
+    [
+        ("tokens", "token", "billion tokens"),
+        ("samples", "sample", "1000 samples"),
+        ("unseen", "micro-batch", "1000 micro-batches"),
+    ],
+)
+def test_a_cost_is_of_what_was_counted(data: str, noun: str, amount: str) -> None:
+    more = {"settings": {**EVIDENCE["settings"], "data": data}}
+    price = Price(name="rented", usd_per_gpu_hour=3.6, source="a test", date="2026-01")
+    runs = [run("ddp", **more), run("fsdp", at=1.0, seconds=2.0, **more)]
+    report = build(runs, title="", costing=Costing((price,), train_tokens=1000))
+    rate = next(m.value for m in report.measurements if m.metric == "tokens_per_s")
+    ddp = next(c for c in report.costs if c.axes["strategy"] == "ddp")
+    assert rate is not None
+    # One of 2 devices costs 3.6 USD per hour: 0.002 USD per second.
+    assert ddp.usd_per_mtok.value == pytest.approx(0.002 * 1e6 / rate)
+    assert (ddp.counted, ddp.usd_per_mtok.unit, ddp.amount[0]) == (noun, f"USD/M{noun}", amount)
+    assert (ddp.train_cost_usd is None) == (noun != "token")
+    (table,) = cost.tables(report)
+    headings = [column.heading for column in table.columns]
+    assert headings[2] == ("cost, USD/Btoken" if noun == "token" else f"cost, USD per {amount}")
+    assert len(headings) == (7 if noun == "token" else 3)
+    assert "None" not in str(table)
+    (chart,) = money.cost(report)
+    assert chart.y.unit == f"USD per {amount}"
+    assert {tile.unit for tile in tiles(report) if tile.name == "Cost"} <= {f"USD per {amount}"}
 
 
 def test_commands_of_one_script_are_told_apart_by_what_follows_it() -> None:

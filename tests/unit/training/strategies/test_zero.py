@@ -19,7 +19,7 @@ from paceline.errors import RequestError, UnsupportedError
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import parse_options
-from paceline.experiment.spec import RunSpec
+from paceline.experiment.spec import RunSpec, Tuning
 from paceline.training.strategies import zero
 from paceline.training.strategies.zero import _hidden
 
@@ -35,6 +35,14 @@ def test_a_package_in_use_is_not_taken_away() -> None:
     with _hidden("json"):
         assert importlib.import_module("json") is sys.modules["json"]
     assert "json" in sys.modules
+
+
+def test_8_bit_moments_of_small_tensors_are_refused(make_spec: Callable[..., RunSpec]) -> None:
+    eight_bit = replace(make_spec("zero:stage=2"), tuning=Tuning(optimizer="paged_adamw_8bit"))
+    with pytest.raises(UnsupportedError, match="2,048 elements"):
+        zero.require_large(eight_bit, [8192, 2048])
+    zero.require_large(eight_bit, [8192, 4096])
+    zero.require_large(replace(eight_bit, tuning=Tuning(optimizer="adamw")), [2048])
 
 
 def test_an_own_configuration_is_read_into_the_options_and_merged(
