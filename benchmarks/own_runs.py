@@ -2,8 +2,9 @@
 
     python benchmarks/own_runs.py [--check]
 
-Unpacks docs/measured/*/runs.tar.gz and those of llama-8b, predicts each configuration from its specification alone, and writes the generated
-part of docs/prediction.md, in about ten seconds. `--check` writes nothing. The fit has none of these runs.
+Unpacks docs/measured/*/runs.tar.gz and those of llama-8b, predicts each configuration from its specification alone,
+and writes the generated part of docs/prediction.md, in about ten seconds. `--check` writes nothing. The fit has none of
+these runs.
 """
 
 from __future__ import annotations
