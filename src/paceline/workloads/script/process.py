@@ -99,6 +99,10 @@ def observe(
 # --- starting it ---
 
 
+# Without samples of the processor: on some hosts nsys needs minutes to end them, or may not take any.
+_NSYS_FLAGS = ("--force-overwrite=true", "--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--wait=primary")
+
+
 def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, profile: Path) -> list[str]:
     """The program and its arguments. profile: the report of this rank, if nsys writes one, without its suffix."""
     assert spec.script is not None
@@ -108,7 +112,7 @@ def argv_of(spec: RunSpec, words: tuple[str, ...], options: Options, profile: Pa
     nsys = shutil.which("nsys")
     if nsys is None:
         raise UnsupportedError("nsys: the program is not installed here, expected it on PATH. Leave out script.nsys.")
-    return [nsys, "profile", "--force-overwrite=true", f"--output={profile}", *argv]
+    return [nsys, "profile", *_NSYS_FLAGS, f"--output={profile}", *argv]
 
 
 def environment(spec: RunSpec, folder: Path, options: Options) -> dict[str, str]:
