@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +103,28 @@ def owner_of(optimizer: Any) -> Any:
     return min(owners, key=owners.__getitem__, default=None)
 
 
-def about(root: Any, optimizer: Any) -> dict[str, Any]:
-    """Parameters, dtypes, optimizer and wrapper."""
+def sizes_of(models: Sequence[Any]) -> dict[str, Any]:
+    """Parameters and dtypes of some models together."""
     sizes: dict[str, int] = {}
     frozen = 0
-    for weight in weights.weights_in(root):
+    for weight in (weight for model in models for weight in weights.weights_in(model)):
         if weight.is_trained:
             sizes[_dtype(weight.dtype)] = sizes.get(_dtype(weight.dtype), 0) + weight.elements
         else:
             frozen += weight.elements
-    inner = optimizer
-    while hasattr(inner, "optimizer") and inner.optimizer is not inner:
-        inner = inner.optimizer
     return {
         "parameters": sum(sizes.values()),
         "frozen_parameters": frozen,
         "dtypes": {"parameters": max(sizes, key=lambda name: sizes[name])} if sizes else {},
+    }
+
+
+def about(root: Any, optimizer: Any) -> dict[str, Any]:
+    """Optimizer and wrapper."""
+    inner = optimizer
+    while hasattr(inner, "optimizer") and inner.optimizer is not inner:
+        inner = inner.optimizer
+    return {
         "optimizer": "none" if inner is None else type(inner).__name__,
         "wrapper": wrapper_of(root),
         "compiled": _is_compiled(root),
@@ -129,6 +135,20 @@ def trained_elements(module: Any) -> int:
     """How many elements of a module are trained, as far as this rank has them: DeepSpeed leaves none in the tensors of
     ZeRO-3."""
     return sum(int(getattr(p, "ds_numel", 0)) or p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def shares_weights(module: Any, models: Iterable[Any]) -> bool:
+    known = {id(weight) for model in models for weight in model.parameters()}
+    return any(id(weight) in known for weight in module.parameters())
+
+
+def disjoint(models: Iterable[Any]) -> list[Any]:
+    """Those that share no weight with one before them."""
+    found: list[Any] = []
+    for module in models:
+        if not shares_weights(module, found):
+            found.append(module)
+    return found
 
 
 def wrapper_of(root: Any) -> str:

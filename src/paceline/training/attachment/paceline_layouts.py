@@ -34,10 +34,18 @@ class Layout:
         """A copy of the rows of a micro batch, made by one operation."""
         ids = args[self.ids] if isinstance(self.ids, int) else kwargs[self.ids]
         if not self.more:
-            return Batch(self.samples, self.positions, self.positions, None, ids.clone())
+            return Batch(self.samples, self.positions, self.positions, None, ids.clone(), is_text=True)
         others = [args[place] if isinstance(place, int) else kwargs[place] for _, place in self.more]
         rows = torch.stack((ids, *others))
-        return Batch(self.samples, self.positions, self.positions, None, rows, tuple([name for name, _ in self.more]))
+        return Batch(
+            self.samples,
+            self.positions,
+            self.positions,
+            None,
+            rows,
+            tuple([name for name, _ in self.more]),
+            is_text=True,
+        )
 
 
 class Layouts:

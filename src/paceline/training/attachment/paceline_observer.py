@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,7 +87,14 @@ class Observer:
         self.device: Any = torch.device("cpu")
         self.file: Any = None
         self.rank = 0
+        # The largest model that learns, others beside it, and that of them whose calls are the micro batches.
         self.root: Any = None
+        self.others: list[Any] = []
+        self.reader: Any = None
+        self.reader_rank = (False, False)
+        # The model whose first call is going on, and those whose weights were read before their first update.
+        self.first: Any = None
+        self.read: list[Any] = []
         self.is_blind = False
         self.announced: tuple[Any, Any] | None = None
         self.depth = 0
@@ -96,6 +104,9 @@ class Observer:
         self.paused_at: Any = None
         self.optimizer_began: Any = None
         self.backward_depth = 0
+        self.closure_calls = 0
+        # What a GradScaler returned last, as a weak reference, and the loss that it scaled.
+        self.scaled: tuple[Any, Any] | None = None
         self.readout = Readout(self.write_text)
         self.facts: dict[str, Any] = {}
         self.rates = hashlib.sha256()
@@ -150,33 +161,41 @@ class Observer:
 
     @guarded
     def adopt(self, module: Any, args: Any) -> None:
-        """Take the largest module that is called by itself and learns as the model of the script."""
+        """Take a module that is called by itself and learns as a model of the script, the largest as its root."""
         size = facts.trained_elements(module)
-        if not size or (self.root is not None and size <= self.facts.get("size", 0)):
+        if not size:
+            return
+        is_root = self.root is None or size > self.facts.get("size", 0)
+        if not is_root and facts.shares_weights(module, self.models()):
             return
         if self.is_blind and not self.see_again():
             return
-        self.unhook_model()
-        device = next(p for p in module.parameters() if p.requires_grad).device
-        self.use_clock_of(device)
-        if self.step is not None and self.root is not None:
-            # A smaller module was called first; what it was given is not the batch.
-            self.step.batches.clear()
-        self.root = module
-        self.facts |= {"size": size, "device": device.type}
-        self.hook_model()
-        self.wrap_methods()
+        self.unhook_models()
+        self.others += [module] if not is_root else [self.root] if self.root is not None else []
+        if is_root:
+            device = next(p for p in module.parameters() if p.requires_grad).device
+            self.use_clock_of(device)
+            self.root = module
+            self.facts |= {"size": size, "device": device.type}
+            self.wrap_methods()
+        self.hook_models()
         # The hooks of this call were collected before these were added.
-        self.before_forward(module, args, {}, is_first=True)
+        self.first = module
+        self.before_forward(module, args, {})
         if hasattr(module, "_orig_mod"):
             # A compiled module: global hooks would become part of what is compiled.
             self.stop_discovery()
+
+    def models(self) -> list[Any]:
+        """The root, and the others that share no weight with one before them."""
+        return facts.disjoint([] if self.root is None else [self.root, *self.others])
 
     def see_again(self) -> bool:
         """Forget backward passes without a forward pass if no optimizer has stepped since: they were no training."""
         if self.step is None or self.step.end is not None:
             return False
         self.is_blind, self.root, self.step = False, None, None
+        self.others, self.read, self.reader, self.reader_rank = [], [], None, (False, False)
         self.facts, self.stepped, self.rates = {}, {}, hashlib.sha256()
         self.sources.clear()
         return True
@@ -191,11 +210,13 @@ class Observer:
                 self.step.begin = self.clock.mark()
                 self.step.spans.clear()
 
-    def hook_model(self) -> None:
-        self.handles = [
-            self.root.register_forward_pre_hook(Hook(self, self.before_forward), with_kwargs=True),
-            self.root.register_forward_hook(Hook(self, self.after_forward), with_kwargs=True, always_call=True),
-        ]
+    def hook_models(self) -> None:
+        for module in self.models():
+            before, after = Hook(self, self.before_forward), Hook(self, self.after_forward)
+            self.handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            ]
 
     def wrap_methods(self) -> None:
         """Gradient norms that no function of torch returns: DeepSpeed's engine keeps them, FSDP 1 has a method."""
@@ -208,7 +229,7 @@ class Observer:
             self.clips = kind
             kind.clip_grad_norm_ = observed_clip(self, kind.clip_grad_norm_)
 
-    def unhook_model(self) -> None:
+    def unhook_models(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -217,19 +238,19 @@ class Observer:
     def hidden_hooks(self) -> Any:
         """A file of the script must not contain our hooks: `torch.load` refuses what it does not know."""
         is_hooked = bool(self.handles)
-        self.unhook_model()
+        self.unhook_models()
         try:
             yield
         finally:
             if is_hooked:
-                self.hook_model()
+                self.hook_models()
 
     def stop_discovery(self) -> None:
         for handle in self.global_handles:
             handle.remove()
         self.global_handles = []
 
-    def before_forward(self, module: Any, args: Any, kwargs: Any, is_first: bool = False) -> None:
+    def before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         now = self.clock.mark()
         if not torch.is_grad_enabled():
             if not module.training and self.paused_at is None:
@@ -245,8 +266,14 @@ class Observer:
         if not step.batches and (self.last_end is not None or self.is_tracked):
             step.spans.append(("data_wait", step.begin, now))
         self.announced = None
-        if not is_first:
-            step.batches.append(self.batch_of(args, kwargs))
+        if self.first is None and self.closure_calls < 2:
+            source = step.source
+            if source is module or source is None or module is self.reader:
+                if source is not module:
+                    # Until the reader is called, the batches are those of the first model of the step.
+                    step.source = module
+                    step.batches.clear()
+                step.batches.append(self.batch_of(args, kwargs))
         if "autocast" not in self.facts:
             self.facts["autocast"] = facts.autocast(self.facts["device"])
         self.forward_began = now
@@ -257,15 +284,25 @@ class Observer:
             return
         self.forward_began = None
         step.spans.append(("forward", began, self.clock.mark()))
-        if not step.batches:
-            # The call in which the module was found: a hook without keywords saw its start.
-            step.batches.append(self.batch_of(args, kwargs))
+        if self.first is not None:
+            self.read_first(args, kwargs)
         loss = facts.loss_in(output)
-        if loss is not None:
+        if loss is not None and self.closure_calls < 2:
             # A copy: compiled graphs write the next loss into the same memory, and scripts divide it in place.
             step.losses.append(facts.copy_loss(loss))
             # Hugging Face Trainer divides the loss of a micro batch by the labels of the whole step, of all ranks.
             step.divisor = kwargs.get("num_items_in_batch")
+
+    def read_first(self, args: Any, kwargs: Any) -> None:
+        """The batch of the call in which a model was found, whose start a hook without keywords saw.
+
+        Micro batches are the calls of a model that is given token ids, or of the largest."""
+        module, self.first = self.first, None
+        step, batch = self.step, self.batch_of(args, kwargs)
+        rank = batch.is_text, module is self.root
+        if self.reader is None or rank > (self.reader_rank[0], self.reader is self.root):
+            self.reader, self.reader_rank = module, rank
+            step.source, step.batches = module, [batch]
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
         """Counts of a micro batch and a copy of its rows, left on the device."""
@@ -282,7 +319,7 @@ class Observer:
             copied = digests.copy_rows(data) if data is not None else None
             return Batch(rows, rows, rows, None, copied)
         self.sources["tokens"] += 1
-        batch = Batch(ids.shape[0], positions := ids.numel(), positions)
+        batch = Batch(ids.shape[0], positions := ids.numel(), positions, is_text=True)
         more = facts.counted_in(found, ids)
         if facts.is_one_tensor(ids, more.values()):
             batch.rows, batch.stacked = torch.stack((ids, *more.values())), tuple(more)
@@ -344,12 +381,35 @@ class Observer:
         if self.optimizer_began is not None:
             # A closure, as in Lightning: the optimizer's own work begins after its backward pass.
             self.optimizer_began = end
-        loss = _first(tensors)
-        if not step.losses and getattr(loss, "numel", lambda: 0)() == 1:
-            step.backward_losses.append(facts.copy_loss(loss))
+        loss, scaled = _first(tensors), self.scaled
+        self.scaled = None
+        if step.losses or self.closure_calls > 1 or getattr(loss, "numel", lambda: 0)() != 1:
+            return
+        is_scaled = scaled is not None and scaled[0]() is loss
+        step.backward_losses.append(scaled[1] if is_scaled else facts.copy_loss(loss))
 
     @guarded
-    def before_step(self, optimizer: Any, *_: object) -> None:
+    def note_scaled(self, scaled: Any, loss: Any) -> None:
+        """The backward pass of a scaled loss is one of the loss itself."""
+        if scaled is not loss and getattr(loss, "numel", lambda: 0)() == 1:
+            self.scaled = weakref.ref(scaled), facts.copy_loss(loss)
+
+    def enter_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Global hook before every optimizer step. A closure counts its calls: those after the first one, as of LBFGS,
+        evaluate the same samples again."""
+        self.before_step(optimizer)
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None or self.broken is not None:
+            return None
+
+        def counted() -> Any:
+            self.closure_calls += 1
+            return closure()
+
+        return ((args[0], counted, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": counted})
+
+    @guarded
+    def before_step(self, optimizer: Any) -> None:
         self.optimizer_began = self.clock.mark()
         if self.root is None and self.is_blind:
             self.root = facts.owner_of(optimizer)
@@ -365,8 +425,11 @@ class Observer:
             # The optimizer is kept, so that its number is not given to another one.
             self.stepped[id(optimizer)] = optimizer
             self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
+            number, self.read = len(self.read), facts.disjoint([*self.read, *self.models()])
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
+            elif len(self.read) > number:
+                self.read_more(number)
 
     def note_rates(self, rates: set[float]) -> None:
         """The learning rates of a step: frameworks split the same parameters into other numbers of groups, and step
@@ -377,16 +440,25 @@ class Observer:
 
     def read_start(self, optimizer: Any) -> None:
         """What does not change: weights before the first update, dtypes, wrapper."""
-        self.facts |= facts.about(self.root, optimizer) | (
-            {"compiled": True, "is_blind": True} if self.is_blind else {}
+        self.facts |= (
+            facts.sizes_of(self.read)
+            | facts.about(self.root, optimizer)
+            | ({"compiled": True, "is_blind": True} if self.is_blind else {})
         )
         self.facts["autocast"] = self.facts.get("autocast") or facts.hidden_autocast(self.root)
-        self.facts["weights"] = weights.digests_of(self.root)
+        self.facts["weights"] = weights.digests_of(self.read)
         self.facts["flags"] = facts.precision_flags()
         self.facts["began_at_s"] = time.time()
 
+    def read_more(self, number: int) -> None:
+        """The models from this number on, which were found after the first optimizer had stepped: as two of a GAN."""
+        self.facts |= facts.sizes_of(self.read)
+        known, found = self.facts["weights"], weights.digests_of(self.read[number:], number)
+        self.facts["weights"] = {**known, **found} if known and found else None
+
     @guarded
     def after_step(self, optimizer: Any, *_: object) -> None:
+        self.closure_calls = 0
         if self.step is None:
             return
         end = self.clock.mark()
@@ -422,7 +494,8 @@ class Observer:
         if self.step is not None and self.root is not None:
             if "parameters" not in self.facts:
                 # No torch optimizer stepped, so nobody has looked at the model yet.
-                self.facts |= {**facts.about(self.root, None), "began_at_s": time.time()}
+                self.read = self.models()
+                self.facts |= facts.sizes_of(self.read) | facts.about(self.root, None) | {"began_at_s": time.time()}
             self.step.end = self.clock.mark()
             self.close_step()
         self.step, self.is_tracked = None, False
@@ -583,7 +656,7 @@ class Observer:
         self.readout.finish(self.clock)
         self.write_line(facts.memory_line(self.rank, self.device))
         is_known = self.root is not None and not self.facts.get("crash")
-        final = weights.digests_of(self.root) if is_known else None
+        final = weights.digests_of(self.read) if is_known else None
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None
@@ -620,7 +693,7 @@ def attach() -> None:
         register_module_forward_pre_hook(own.discover),
         register_module_forward_hook(own.leave_module, always_call=True),
     ]
-    register_optimizer_step_pre_hook(own.before_step)
+    register_optimizer_step_pre_hook(own.enter_step)
     register_optimizer_step_post_hook(own.after_step)
     wrap_public_functions(own)
     # torch would warn the script of hooks that it does not have.
@@ -642,8 +715,9 @@ def attach() -> None:
 
 
 def wrap_public_functions(own: Observer) -> None:
-    """Backward passes, gradient clipping, saving and `os._exit` have no hook: their public functions are wrapped."""
-    backward, save, leave = torch.autograd.backward, torch.save, os._exit
+    """Backward passes, scaled losses, gradient clipping, saving and `os._exit` have no hook: their public functions are
+    wrapped."""
+    backward, save, leave, scale = torch.autograd.backward, torch.save, os._exit, torch.amp.GradScaler.scale
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -654,6 +728,12 @@ def wrap_public_functions(own: Observer) -> None:
             own.backward_depth -= 1
             if begin is not None:
                 own.after_backward(begin, tensors)
+
+    @functools.wraps(scale)
+    def observed_scale(scaler: Any, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        own.note_scaled(scaled, outputs)
+        return scaled
 
     @functools.wraps(save)
     def save_without_hooks(*args: Any, **kwargs: Any) -> Any:
@@ -668,6 +748,7 @@ def wrap_public_functions(own: Observer) -> None:
         leave(status)
 
     os._exit = leave_after_the_last_steps
+    torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign]
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
     torch.nn.utils.clip_grads_with_norm_ = observed_clip(own, torch.nn.utils.clip_grads_with_norm_)

@@ -32,9 +32,9 @@ GROUPS_AHEAD = 4
 
 @dataclass(slots=True)
 class Batch:
-    """One micro batch. tokens and labels: how many, may be on the device. predicted: of labels, those after the first
-    of each row, if the loss was divided by such a count.
+    """One micro batch. tokens and labels: how many, may be on the device. is_text: whether it has token ids.
 
+    predicted: of labels, those after the first of each row, if the loss was divided by such a count.
     rows: a copy of its rows, of which the digest is made. If stacked names them, of its token ids and of those
     (`labels`, `mask`) in one tensor: their counts are made later, too.
     """
@@ -46,6 +46,7 @@ class Batch:
     rows: Any = None
     stacked: tuple[str, ...] = ()
     predicted: Any = None
+    is_text: bool = False
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Step:
 
     Numbers are tensors of one element until they have arrived. adds_losses: each is a part of the whole. divisor: the
     number of labels on all ranks, by which each was divided. rates: learning rates. given_tokens: those that the script
-    says. digest: the sum of those of the micro batches.
+    says. digest: the sum of those of the micro batches. source: the model that was given them.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Step:
     rates: set[float] = field(default_factory=set)
     given_tokens: int | None = None
     digest: int = 0
+    source: Any = None
 
     def seconds(self, clock: Any) -> dict[str, float]:
         """Seconds by phase. The wait for data does not contain the pauses before the first forward pass."""

@@ -10,7 +10,7 @@ Other layouts (two dimensions of a mesh, several replicas of sharded weights, of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,20 +41,23 @@ class Weight:
         return int(torch.Size(self.shape).numel())
 
 
-def digests_of(root: Any) -> dict[str, str] | None:
+def digests_of(models: Sequence[Any], first: int = 0) -> dict[str, str] | None:
     """By name, `shape:digest` of every trainable weight, with `+` behind a digest of this rank's part only.
 
-    Parts add up to the digest of the whole. None if a weight cannot be read here.
+    Parts add up to the digest of the whole. None if a weight cannot be read here. Weights of other models than
+    the first are named after its number: `1:layers.0.weight`.
     """
     found = {}
-    for weight in weights_in(root):
-        if not weight.is_trained:
-            continue
-        if weight.local is None:
-            return None
-        digest = digests.digest_values(weight.local, weight.offset)
-        shape = "x".join(map(str, weight.shape))
-        found[weight.name] = f"{shape}:{digest:016x}{'+' if weight.is_part else ''}"
+    for number, model in enumerate(models, first):
+        for weight in weights_in(model):
+            if not weight.is_trained:
+                continue
+            if weight.local is None:
+                return None
+            digest = digests.digest_values(weight.local, weight.offset)
+            shape = "x".join(map(str, weight.shape))
+            name = f"{number}:{weight.name}" if number else weight.name
+            found[name] = f"{shape}:{digest:016x}{'+' if weight.is_part else ''}"
     return found or None
 
 
