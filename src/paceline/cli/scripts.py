@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,38 +71,44 @@ def measure(arguments: argparse.Namespace) -> int:
         is_program = "{" in command[0] or shutil.which(command[0]) is not None
         require(is_program, "measure", command[0], "a program on the PATH, or a .py file")
     require(arguments.steps is None or arguments.steps > 0, "measure: --steps", arguments.steps, "a number from 1")
-    source = write_experiment(command, arguments)
-    require_possible(source, arguments.set)
-    code = run_experiment(
-        argparse.Namespace(
-            experiment=str(source),
-            launcher=None,
-            benchmark="all",
-            warmup=None,
-            iters=None,
-            allow_modules=["command"],
-            keep_going=False,
-            no_cache=True,
-            relaunch=None,
-            until=None,
-            time_budget=None,
-            **{name: getattr(arguments, name) for name in ("out", "set", "resume", *REPORT_OPTIONS)},
+    with written_experiment(command, arguments) as source:
+        require_possible(source, arguments.set)
+        code = run_experiment(
+            argparse.Namespace(
+                experiment=str(source),
+                launcher=None,
+                benchmark="all",
+                warmup=None,
+                iters=None,
+                allow_modules=["command"],
+                keep_going=False,
+                no_cache=True,
+                relaunch=None,
+                until=None,
+                time_budget=None,
+                **{name: getattr(arguments, name) for name in ("out", "set", "resume", *REPORT_OPTIONS)},
+            )
         )
-    )
     return code if code == 0 else script_exit_code(source.parent / source.stem) or code
 
 
 REPORT_OPTIONS = ("format", "price", "train_tokens", "train_samples", "busy_hours", "baseline", "verbose")
 
 
-def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
-    """The experiment as a file beside its results, so that `paceline run` can repeat and change it."""
+@contextlib.contextmanager
+def written_experiment(command: list[str], arguments: argparse.Namespace) -> Iterator[Path]:
+    """The experiment as a file beside its results, so that `paceline run` can repeat and change it.
+
+    If the command is refused, the file is again what it was before, or absent.
+    """
     import yaml
 
     from paceline.experiment.script import Script, require_no_secret
 
     require_no_secret(command, {})
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Script(command=tuple(command)).title.removesuffix(".py"))
+    accepted = "a name of letters, digits, '.', '_' and '-'"
+    require(re.fullmatch(r"[A-Za-z0-9._-]+", name) is not None, "--name", name, accepted)
     trace = {} if arguments.trace is None else {"trace": arguments.trace}
     given = {"steps": arguments.steps, "processes": arguments.processes}
     base = {
@@ -109,14 +116,27 @@ def write_experiment(command: list[str], arguments: argparse.Namespace) -> Path:
         "command": command,
         **{field: value for field, value in given.items() if value is not None},
     }
+    document = {"name": name, "base": base, "repeats": arguments.repeats}
     path = Path(arguments.out) / f"{name}.yaml"
+    is_new = not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"name": name, "base": base, "repeats": arguments.repeats}
+        before = path.read_bytes() if path.exists() else None
         path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:
         raise RequestError(f"--out: {str(path)!r} cannot be written ({error.strerror}).") from None
-    return path
+    try:
+        yield path
+    except RequestError:
+        if before is not None:
+            path.write_bytes(before)
+        else:
+            path.unlink(missing_ok=True)
+        if is_new:
+            # Other files of the command may be there.
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+        raise
 
 
 def require_possible(source: Path, settings: list[str]) -> None:
@@ -132,6 +152,9 @@ def require_possible(source: Path, settings: list[str]) -> None:
 
 def gate(arguments: argparse.Namespace) -> int:
     """As `compare --fail-on-regression`, with the same exit codes; the comment is its Markdown."""
+    from paceline.report.gate import checked_percent
+
+    checked_percent(arguments.limit, "--limit")
     text = io.StringIO()
     options = {"across_devices": False, "verbose": True, "day_spread": None, "fail_on_regression": arguments.limit}
     wanted = argparse.Namespace(a=arguments.a, b=arguments.b, format="markdown", **options)

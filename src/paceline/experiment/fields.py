@@ -208,6 +208,8 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     processes = offer.processes if cell.processes == ALL else int(cell.processes)
     if traits.scripted and "processes" not in cell.model_fields_set:
         processes = scripts.processes_of(cell.command, cell.parameters, offer.processes)
+    elif traits.scripted:
+        scripts.require_processes(cell.command, cell.parameters, processes)
     topology = Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
     # A test of nodes fine-tunes if its own training does.
     training_of_nodes = str(workload.options.get("training"))

@@ -209,13 +209,32 @@ def processes_of(command: Sequence[Any], parameters: Mapping[str, Scalar], offer
     >>> processes_of(["torchrun", "--nproc-per-node", "2", "train.py"], {}, 8), processes_of(["train.py"], {}, 8)
     (2, 1)
     """
+    found = _stated_processes(command, parameters)
+    if found is None:
+        return 1
+    text = found[1]
+    return int(text) if text.isdecimal() and int(text) else offered
+
+
+def require_processes(command: Sequence[Any], parameters: Mapping[str, Scalar], processes: int) -> None:
+    """RequestError if an option of the command says another number of processes."""
+    found = _stated_processes(command, parameters)
+    if found is not None and found[1].isdecimal():
+        expected = (
+            f"{int(found[1])}, the number that {found[0]} of the command says, or the placeholder {{processes}} there"
+        )
+        require(int(found[1]) == processes, "processes", processes, expected)
+
+
+def _stated_processes(command: Sequence[Any], parameters: Mapping[str, Scalar]) -> tuple[str, str] | None:
+    """The option of a launcher that says how many processes it starts, and its value; None if there is none."""
     words = [fill(as_text(word), parameters, strict=False) for word in command]
     own = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
     for index, word in enumerate(words[:own]):
         if match := _PROCESSES.fullmatch(word):
-            text = match[1] if match[1] is not None else words[index + 1] if index + 1 < len(words) else ""
-            return int(text) if text.isdecimal() and int(text) else offered
-    return 1
+            following = words[index + 1] if index + 1 < len(words) else ""
+            return word.partition("=")[0], following if match[1] is None else match[1]
+    return None
 
 
 def _command(given: object) -> list[str]:

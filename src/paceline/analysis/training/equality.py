@@ -351,6 +351,13 @@ def _tokens_differ(run: Observed, baseline: Observed) -> str | None:
     return _by_step("tokens", lambda own, known: f"{own:,} instead of {known:,}")(run, baseline)
 
 
+def _sample(run: Observed) -> str | None:
+    """The shape of a sample of the first micro batch, if the model is given no token ids, whose number is compared."""
+    first = run.evidence.get(0)
+    shape = first.settings.get("sample") if first else None
+    return None if shape is None else str(shape)
+
+
 def _updates(run: Observed) -> int:
     return len(run.steps)
 
@@ -360,6 +367,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("initial weights", _weights, _weights_differ, seeded=True),
     Quantity("data", _data, _by_step("digests", lambda own, known: "other samples"), seeded=True),
     Quantity("tokens per step", lambda run: run.tokens, _tokens_differ),
+    Quantity("shape of a sample", _sample, _unequal(_sample), needed=False, seeded=True),
     Quantity("updates", _updates, _unequal(_updates)),
     Quantity("optimizer", _optimizer, _optimizer_differs),
     Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),

@@ -91,7 +91,7 @@ class Observer:
         self.root: Any = None
         self.others: list[Any] = []
         self.reader: Any = None
-        self.reader_rank = (False, False)
+        self.reader_reads_text = False
         # The model whose first call is going on, and those whose weights were read before their first update.
         self.first: Any = None
         self.read: list[Any] = []
@@ -188,14 +188,15 @@ class Observer:
 
     def models(self) -> list[Any]:
         """The root, and the others that share no weight with one before them."""
-        return facts.disjoint([] if self.root is None else [self.root, *self.others])
+        found: list[Any] = facts.disjoint([] if self.root is None else [self.root, *self.others])
+        return found
 
     def see_again(self) -> bool:
         """Forget backward passes without a forward pass if no optimizer has stepped since: they were no training."""
         if self.step is None or self.step.end is not None:
             return False
         self.is_blind, self.root, self.step = False, None, None
-        self.others, self.read, self.reader, self.reader_rank = [], [], None, (False, False)
+        self.others, self.read, self.reader, self.reader_reads_text = [], [], None, False
         self.facts, self.stepped, self.rates = {}, {}, hashlib.sha256()
         self.sources.clear()
         return True
@@ -298,11 +299,14 @@ class Observer:
 
         Micro batches are the calls of a model that is given token ids, or of the largest."""
         module, self.first = self.first, None
-        step, batch = self.step, self.batch_of(args, kwargs)
+        if (step := self.step) is None:
+            return
+        batch = self.batch_of(args, kwargs)
         rank = batch.is_text, module is self.root
-        if self.reader is None or rank > (self.reader_rank[0], self.reader is self.root):
-            self.reader, self.reader_rank = module, rank
+        if self.reader is None or rank > (self.reader_reads_text, self.reader is self.root):
+            self.reader, self.reader_reads_text = module, batch.is_text
             step.source, step.batches = module, [batch]
+            self.facts["sample"] = batch.shape
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
         """Counts of a micro batch and a copy of its rows, left on the device."""
@@ -317,7 +321,8 @@ class Observer:
             data = next((t for t in found.values() if t.dim() > 0), None)
             rows = int(data.shape[0]) if data is not None else 1
             copied = digests.copy_rows(data) if data is not None else None
-            return Batch(rows, rows, rows, None, copied)
+            shape = None if data is None else "x".join(map(str, data.shape[1:]))
+            return Batch(rows, rows, rows, None, copied, shape=shape)
         self.sources["tokens"] += 1
         batch = Batch(ids.shape[0], positions := ids.numel(), positions, is_text=True)
         more = facts.counted_in(found, ids)
@@ -385,8 +390,10 @@ class Observer:
         self.scaled = None
         if step.losses or self.closure_calls > 1 or getattr(loss, "numel", lambda: 0)() != 1:
             return
-        is_scaled = scaled is not None and scaled[0]() is loss
-        step.backward_losses.append(scaled[1] if is_scaled else facts.copy_loss(loss))
+        if scaled is not None and scaled[0]() is loss:
+            step.backward_losses.append(scaled[1])
+        else:
+            step.backward_losses.append(facts.copy_loss(loss))
 
     @guarded
     def note_scaled(self, scaled: Any, loss: Any) -> None:
@@ -748,7 +755,7 @@ def wrap_public_functions(own: Observer) -> None:
         leave(status)
 
     os._exit = leave_after_the_last_steps
-    torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign]
+    torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign,assignment]
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
     torch.nn.utils.clip_grads_with_norm_ = observed_clip(own, torch.nn.utils.clip_grads_with_norm_)

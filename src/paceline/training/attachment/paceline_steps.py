@@ -34,7 +34,8 @@ GROUPS_AHEAD = 4
 class Batch:
     """One micro batch. tokens and labels: how many, may be on the device. is_text: whether it has token ids.
 
-    predicted: of labels, those after the first of each row, if the loss was divided by such a count.
+    predicted: of labels, those after the first of each row, if the loss was divided by such a count. shape: of a sample
+    without token ids.
     rows: a copy of its rows, of which the digest is made. If stacked names them, of its token ids and of those
     (`labels`, `mask`) in one tensor: their counts are made later, too.
     """
@@ -47,6 +48,7 @@ class Batch:
     stacked: tuple[str, ...] = ()
     predicted: Any = None
     is_text: bool = False
+    shape: str | None = None
 
 
 @dataclass(slots=True)
