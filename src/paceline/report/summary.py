@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.analysis.findings import CERTIFIED, SHARED_GPU, Recommendation, Report, once
+from paceline.analysis.findings import CERTIFIED, DIFFERENT, SHARED_GPU, Recommendation, Report, once
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.compare import FASTER, SLOWER
 from paceline.report import answer as sentences
@@ -135,7 +135,8 @@ def _choice(report: Report, found: Recommendation) -> str:
     where = f" on {axis_text('world_size', group.axes)}" if group and group.axes.get("world_size") else ""
     ties = [c for c in found.because if {c.label, c.other_label} <= {*found.choose} and c.metric == found.metric]
     if found.decisive is None and any(c.launches == 1 for c in ties) and group:
-        row = max(group.rows, key=lambda row: row.measurements[THROUGHPUT].value or 0.0)
+        own = [row for row in group.rows if group.levels.get(row.cell) != DIFFERENT]
+        row = max(own or group.rows, key=lambda row: row.measurements[THROUGHPUT].value or 0.0)
         best = row.measurements[THROUGHPUT]
         rate = format_parts(best.value, None, None)[0]
         return f"Up to {rate} {best.unit} ({row.label}); one launch each, so no verdict"

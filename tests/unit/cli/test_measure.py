@@ -39,6 +39,9 @@ def test_measure_hands_over_every_option_that_run_has(tmp_path: Path, monkeypatc
         (["--steps", "0"], "--steps: got 0, expected a number from 1"),
         (["--trace", "4-5"], "step 5 may be measured"),
         (["--steps", "5"], "5 steps leave none after a warm-up of at least 5"),
+        (["--name", "a/b"], "--name: got 'a/b', expected a name of letters"),
+        (["--repeats", "0"], "repeats: got 0, expected a whole number from 1"),
+        (["--set", "nonsense=4"], "got the field 'nonsense'"),
     ],
 )
 def test_what_no_run_could_do_is_refused_before_any(
@@ -51,8 +54,27 @@ def test_what_no_run_could_do_is_refused_before_any(
     monkeypatch.setattr(scripts, "run_experiment", lambda _: pytest.fail("it was started"))
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
-    assert main(["measure", *words, "--", sys.executable, "train.py"]) == 2
+    command = ["--", sys.executable, "train.py"]
+    assert main(["measure", *words, "--out", "new", *command]) == 2
     assert expected in capsys.readouterr().err
+    assert not Path("new").exists()
+    Path("old").mkdir()
+    Path("old/train.yaml").write_text("name: mine\n")
+    assert main(["measure", *words, "--out", "old", *command]) == 2
+    assert Path("old/train.yaml").read_text() == "name: mine\n"
+
+
+def test_a_command_and_its_options_must_agree_on_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "train.py"]
+    assert main(["measure", "--processes", "2", "--", *command]) == 2
+    assert (
+        "processes: got 2, expected 3, the number that --nproc-per-node of the command says" in capsys.readouterr().err
+    )
+    assert not Path("results").exists()
 
 
 def test_a_plan_names_the_cells_of_a_script_by_its_parameters(

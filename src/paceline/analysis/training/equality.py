@@ -1,7 +1,7 @@
 """How equal the work of foreign training scripts is: certified, consistent or different, from what was observed of it.
 
-Paceline's own training loops have a reference (`certificate`). A script has none, so its first run is the baseline of
-its group, and each quantity below is compared with it:
+Paceline's own training loops have a reference (`certificate`). A script has none, so the first run of those that most
+runs agree with is the baseline of its group, and each quantity below is compared with it:
 
     certified   ── initial weights, data, updates, optimizer and losses were all observed, and all agree
     consistent  ── all that was observed agrees; what could not be observed is named
@@ -76,19 +76,23 @@ class Grade:
 
 
 def certify_scripts(runs: Sequence[Observed]) -> dict[str, Certificate]:
-    """Certificates of the runs of one work, by run id; the earliest run is the baseline."""
+    """Certificates of the runs of one work, by run id. The baseline is the earliest run of what most runs did."""
     ordered = sorted(runs, key=lambda run: (run.record.started_at, run.run))
     varying = varying_quantities(ordered)
-    # The first run of each kind of work; others of that kind are compared with it.
-    kinds: list[Observed] = []
-    found = {}
+    # Each kind of work, in the order of their first runs, with which others of that kind are compared.
+    kinds: list[list[Observed]] = []
     for run in ordered:
-        grades = [grade(run, first, varying) for first in kinds]
-        number = next((n for n, each in enumerate(grades) if not each.differing), len(kinds))
-        if number == len(kinds):
-            kinds.append(run)
-        found[run.run] = _certificate(run, kinds[number], kinds[0], number, varying, ordered)
-    return found
+        alike = (kind for kind in kinds if not grade(run, kind[0], varying).differing)
+        if (kind := next(alike, None)) is None:
+            kinds.append(kind := [])
+        kind.append(run)
+    kinds.sort(key=len, reverse=True)
+    numbers = {run.run: number for number, kind in enumerate(kinds) for run in kind}
+    return {
+        run.run: _certificate(run, kinds[number][0], kinds[0][0], number, varying, ordered)
+        for run in ordered
+        for number in (numbers[run.run],)
+    }
 
 
 def grade_between(ours: Sequence[Observed], theirs: Sequence[Observed]) -> Grade:
@@ -352,7 +356,7 @@ def _tokens_differ(run: Observed, baseline: Observed) -> str | None:
 
 
 def _sample(run: Observed) -> str | None:
-    """The shape of a sample of the first micro batch, if the model is given no token ids, whose number is compared."""
+    """The shape of a sample of the first micro batch, or `token ids`, whose number is compared."""
     first = run.evidence.get(0)
     shape = first.settings.get("sample") if first else None
     return None if shape is None else str(shape)

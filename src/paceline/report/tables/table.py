@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -38,6 +38,7 @@ from paceline.report.text.cells import (
     cell_name,
     groups,
     kind_of,
+    runs_alone,
     unranked,
     varying_axes,
 )
@@ -371,7 +372,7 @@ def certified_sentence(report: Report) -> str:
     else:
         first = f"{len(valid)} of {total} runs are certified to have done equal work."
     steps, compared = sum(c.steps for c in valid), sum(c.compared_steps for c in valid)
-    if not steps or _is_alone(own):
+    if not steps or len(runs_alone(own)) == total:
         return first
     return f"{first} {compared:,} of their {steps:,} steps were compared."
 
@@ -381,9 +382,7 @@ def _own_certificates(report: Report) -> list[Certificate]:
     return [c for c in report.certificates if not c.proves_only]
 
 
-def _is_alone(certificates: Sequence[Certificate]) -> bool:
-    """Whether there is only one run of a foreign script, which was compared with nothing."""
-    return len(certificates) == 1 and certificates[0].valid and certificates[0].level in (CERTIFIED, CONSISTENT)
+NOTHING_TO_COMPARE = "1 run, with nothing to compare its work with"
 
 
 def equal_work_text(report: Report) -> str:
@@ -393,9 +392,13 @@ def equal_work_text(report: Report) -> str:
     total = len(own)
     if not total and (text := proof_runs_text(report)):
         return text
-    if _is_alone(own):
-        return "1 run, with nothing to compare its work with"
+    by_itself = runs_alone(own)
+    if own and len(by_itself) == total:
+        return f"{total} runs, each with nothing to compare its work with" if total > 1 else NOTHING_TO_COMPARE
+    own = [c for c in own if c.run not in by_itself]
     levels = Counter((DIFFERENT if c.differs else c.level or CERTIFIED) for c in own if c.valid)
+    if by_itself:
+        levels["with no equal run"] = len(by_itself)
     order = dict.fromkeys((CERTIFIED, CONSISTENT, DIFFERENT, *levels))
     parts = [(level, levels[level]) for level in order if levels[level]]
     first, *rest = parts or [(CERTIFIED, 0)]

@@ -6,7 +6,6 @@ Ranks follow from comparisons only: a cell ranks below another only by a certifi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +39,7 @@ SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
-# The only run of a foreign script: its work was compared with nothing.
+# A run of a foreign script whose work was compared with that of no other, or found equal to none.
 ALONE = "baseline"
 DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
 PRECISIONS = "another precision is other work, so these cells are listed, not ranked"
@@ -199,6 +198,13 @@ def kind_of(run: RunFinding) -> str:
     return kind and f"{kind}{f' on {run.proof}' if run.proof else ''}: "
 
 
+def runs_alone(certificates: Sequence[Certificate]) -> set[str]:
+    """The runs of foreign scripts whose work no other run was compared with and found equal."""
+    known = {c.reference for c in certificates}
+    graded = (c for c in certificates if c.valid and c.level in (CERTIFIED, CONSISTENT))
+    return {c.run for c in graded if c.reference is None and c.run not in known and not c.differs}
+
+
 @once
 def varying_axes(report: Report) -> tuple[str, ...]:
     """Axes that distinguish the runs of the report, including the kind of device."""
@@ -228,9 +234,8 @@ class _Context:
         health = {run.run: run.health for run in report.runs}
         devices = {run.run: run.device_name for run in report.runs}
         graded = [c for c in report.certificates if c.level]
-        levels = {c.cell: DIFFERENT if c.differs else str(c.level) for c in graded}
-        if len(graded) == 1 and graded[0].level in (CERTIFIED, CONSISTENT):
-            levels = dict.fromkeys(levels, ALONE)
+        by_itself = runs_alone(report.certificates)
+        levels = {c.cell: DIFFERENT if c.differs else ALONE if c.run in by_itself else str(c.level) for c in graded}
         models = short_models(run.axes.get("model") for run in report.runs)
         return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited), levels, models)
 
@@ -266,8 +271,11 @@ def _script_axes(context: _Context, cells: Mapping[str, Mapping[str, Measurement
 
 def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], free: Sequence[str]) -> Group:
     """A table of cells that differ in the free axes only, the first of which names them."""
-    order = sorted(cells, key=lambda cell: -(cells[cell][THROUGHPUT].value or 0.0))
-    if not any(pair in context.verdicts for pair in itertools.permutations(order, 2)):
+    # Scripts that did other work than most come last: the first row is what the others are compared with.
+    order = sorted(
+        cells, key=lambda cell: (context.levels.get(cell) == DIFFERENT, -(cells[cell][THROUGHPUT].value or 0.0))
+    )
+    if not any((cell, order[0]) in context.verdicts for cell in order[1:]):
         # Cells that cannot be compared, for example of ranks that shared a GPU, are not sorted by speed either.
         order.sort(key=lambda cell: describe(cells[cell][THROUGHPUT].axes, ()))
     everything = [context.placed(cells[cell][THROUGHPUT]) for cell in order]

@@ -306,7 +306,7 @@ class Observer:
         if self.reader is None or rank > (self.reader_reads_text, self.reader is self.root):
             self.reader, self.reader_reads_text = module, batch.is_text
             step.source, step.batches = module, [batch]
-            self.facts["sample"] = batch.shape
+            self.facts["sample"] = "token ids" if batch.is_text else batch.shape
 
     def batch_of(self, args: Any, kwargs: Any) -> Batch:
         """Counts of a micro batch and a copy of its rows, left on the device."""

@@ -33,7 +33,7 @@ EVIDENCE: Mapping[str, Any] = {
     "final_digests": {"w": "10:00000000000000bb"},
     "groups": [GROUP],
     "dtypes": {"compute": "fp32", "parameters": "fp32"},
-    "settings": {"loss": "output", "data": "tokens", "rates": "30:abc", "frozen_parameters": 0},
+    "settings": {"loss": "output", "data": "tokens", "rates": "30:abc", "frozen_parameters": 0, "sample": "token ids"},
 }
 
 
@@ -72,7 +72,11 @@ def test_a_run_alone_is_compared_with_nothing() -> None:
     [
         ([run("ddp")], "1 run, with nothing to compare its work with"),
         ([run("ddp"), run("fsdp", at=1.0)], "2 of 2 runs certified"),
-        ([run("ddp"), run("fsdp", at=1.0, parameters=9)], "1 of 2 runs certified, 1 different"),
+        ([run("ddp"), run("fsdp", at=1.0, parameters=9)], "1 of 2 runs different, 1 with no equal run"),
+        (
+            [run("ddp", parameters=9), run("fsdp", at=1.0), run("zero3", at=2.0)],
+            "2 of 3 runs certified, 1 different",
+        ),
         ([run("ddp"), run("zero3", at=1.0, init_digests={})], "1 of 2 runs certified, 1 consistent"),
     ],
 )
@@ -215,6 +219,10 @@ def test_what_cannot_be_observed_is_named() -> None:
             {"steps": lambda samples: tuple(replace(s, grad_norm=s.grad_norm * 1.01) for s in samples)},
             "gradient norms: 2.02 instead of 2 at step 0",
         ),
+        (
+            {"settings": {**EVIDENCE["settings"], "sample": "16x12"}},
+            "shape of a sample: 16x12 instead of token ids",
+        ),
         ({"dtypes": {"compute": "bf16"}}, "compute dtype: bf16 instead of fp32"),
         ({"steps": lambda samples: samples[:-2]}, "updates: 29 instead of 30"),
         (
@@ -285,6 +293,21 @@ def test_kinds_of_work_are_compared_among_themselves() -> None:
     found = judged(*records)
     assert [c.work == found[0].work for c in found] == [True, True, False, False]
     assert found[3].reference == found[2].run
+
+
+def test_what_most_runs_did_is_the_baseline() -> None:
+    """Runs start in random order: one with a mistake that is the first must not make all others different."""
+    strange, *others = judged(run("ddp", parameters=9), run("fsdp", at=1.0), run("zero3", at=2.0))
+    assert strange.differs == ("parameters: 9 instead of 10",)
+    assert [c.differs for c in others] == [(), ()]
+    assert others[1].reference == others[0].run
+    assert len({strange.work, *(c.work for c in others)}) == 2
+
+
+def test_cells_of_other_work_come_last() -> None:
+    fastest = run("ddp", parameters=9, seconds=0.5)
+    (group,) = groups(build([fastest, run("fsdp", at=1.0), run("zero3", at=2.0, seconds=2.0)], title=""))
+    assert [row.label for row in group.rows] == ["fsdp", "zero3", "ddp"]
 
 
 def test_verdicts_say_the_level() -> None:
