@@ -99,7 +99,7 @@ def _rehearsed(arguments: argparse.Namespace, decision: Decision) -> tuple[Decis
         lines.append(choices.memory_line(best, memory.peak_bytes, memory.reason))
         if choices.is_within(best, memory.peak_bytes):
             break
-        decision = choosing.without(decision, best, "too large by rehearsal")
+        decision = choosing.without(decision, best, choosing.TOO_LARGE)
     return decision, lines
 
 
@@ -136,6 +136,8 @@ def _decision(arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor
             f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough memory for {arguments.model}. No layout "
             "fits, not even with offload to the host: use more GPUs, --method qlora, or a shorter --seq."
         )
+    unpriced = limits.budget_usd is not None and any(one.usd_per_gpu_hour is None for one in options)
+    require(not unpriced, "--budget", limits.budget_usd, "a --price as well: none is known for this GPU")
     return choosing.decide(options, limits, arguments.by, enumerated, fitting)
 
 

@@ -16,6 +16,7 @@ from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:
     from paceline.campaign.run.measured_setups import Known
+    from paceline.campaign.run.rehearsed import Rehearsed
     from paceline.prediction.layouts import Ranked
     from paceline.prediction.predict import Prediction
     from paceline.prediction.setup import Setup
@@ -103,7 +104,6 @@ def add_question(verb: Parser, *, several: bool = False) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run.measured_setups import read_known
-    from paceline.campaign.run.rehearsed import rehearse
     from paceline.prediction import scaling, stored
     from paceline.prediction.predict import next_measurement, worth
     from paceline.prediction.predict import predict as predicted
@@ -124,28 +124,48 @@ def predict(arguments: argparse.Namespace) -> int:
     tokens, usd = tokens_of(arguments), usd_of(arguments)
     if arguments.layout == "all":
         return _all_layouts(arguments, known)
-    one = predicted([setup_from(arguments, known)], anchors, observations)[0]
-    if arguments.save:
-        stored.append(arguments.out, [stored.to_dict(one, tokens, usd)], time.time())
-    if arguments.json:
-        memory = rehearse(arguments.model, one.setup, arguments.rehearse)
-        print(json.dumps({**stored.to_dict(one, tokens, usd), **memory.to_dict()}, indent=2))
-        return OK
-    screen = console()
-    if arguments.up_to is not None:
-        grown = scaling.extrapolate(one.setup, arguments.up_to, anchors, observations)
+    screen = console(stderr=arguments.json)
+    if arguments.up_to is not None and not arguments.json:
+        grown = scaling.extrapolate(setup_from(arguments, known), arguments.up_to, anchors, observations)
         screen.print(Fitted(tables.scaled(grown)))
         print_hanging(screen, scaling.limit_text(grown), 2)
         return OK
-    for table in (tables.summary(one, tokens, usd), tables.time_parts(one)):
+    with screen.status(f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"):
+        setup, memory, too_large = _rehearsed(arguments, known)
+    one = predicted([setup], anchors, observations)[0]
+    if arguments.save:
+        stored.append(arguments.out, [stored.to_dict(one, tokens, usd)], time.time())
+    if arguments.json:
+        print(json.dumps({**stored.to_dict(one, tokens, usd), **memory.to_dict()}, indent=2))
+        return OK
+    parts = tables.memory_parts(one, memory.components, memory.reason, too_large)
+    for table in (tables.summary(one, tokens, usd, memory.peak_bytes), tables.time_parts(one), parts):
         screen.print(Fitted(table))
-    with screen.status(f"Rehearsing the memory: at most {arguments.rehearse:g} s (--rehearse 0 skips it)"):
-        memory = rehearse(arguments.model, one.setup, arguments.rehearse)
-    screen.print(Fitted(tables.memory_parts(one, memory.components, memory.reason)))
     if anchors or observations:
         screen.print(Fitted(tables.narrowing(worth(one.setup, anchors, observations))))
-    screen.print(Fitted(tables.suggestions(next_measurement(one.setup, anchors, observations)[:4])))
+    if suggested := next_measurement(one.setup, anchors, observations)[:4]:
+        screen.print(Fitted(tables.suggestions(suggested)))
     return OK
+
+
+def _rehearsed(arguments: argparse.Namespace, known: Known) -> tuple[Setup, Rehearsed, list[Setup]]:
+    """The setup, its rehearsal, and faster setups that did not fit when they were rehearsed: then what is left open in
+    the command line is chosen again, as if the arithmetic were too low by the same factor."""
+    from paceline.campaign.run.rehearsed import rehearse
+    from paceline.prediction import memory
+
+    factor, tried = 1.0, list[tuple[Any, Any]]()
+    while True:
+        one = setup_from(arguments, known, memory_factor=factor)
+        if tried and one == tried[-1][0]:
+            # Nothing smaller is left open.
+            return *tried[-1], [setup for setup, _ in tried[:-1]]
+        found = rehearse(arguments.model, one, arguments.rehearse)
+        usable, peak = memory.usable_bytes(one), found.peak_bytes
+        if usable is None or peak is None or peak <= usable:
+            return one, found, [setup for setup, _ in tried]
+        tried.append((one, found))
+        factor = max(factor, peak / memory.total(one))
 
 
 def _without_speed(arguments: argparse.Namespace) -> bool:
@@ -216,8 +236,13 @@ def ranked_layouts(arguments: argparse.Namespace, known: Known) -> Ranked:
     return found
 
 
-def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = False) -> Setup:
-    """The setup of the command line; whole: one data-parallel rank per GPU, from which layouts are enumerated."""
+def setup_from(
+    arguments: argparse.Namespace, known: Known, *, whole: bool = False, memory_factor: float = 1.0
+) -> Setup:
+    """The setup of the command line; whole: one data-parallel rank per GPU, from which layouts are enumerated.
+
+    memory_factor: how much more memory than the arithmetic says a rehearsal needed.
+    """
     from paceline.prediction.predict import parse_layout, setup_of
 
     degrees = {} if whole else parse_layout(arguments.layout)
@@ -239,6 +264,7 @@ def setup_from(arguments: argparse.Namespace, known: Known, *, whole: bool = Fal
         method=arguments.method,
         software=arguments.software,
         interconnect=arguments.interconnect,
+        memory_factor=memory_factor,
         **degrees,
     )
     if whole and arguments.global_batch:
@@ -255,7 +281,10 @@ def tokens_of(arguments: argparse.Namespace) -> float | None:
 
 
 def usd_of(arguments: argparse.Namespace) -> float | None:
-    """The price of one GPU-hour: as given, else the cheapest on-demand price in the table; None if there is none."""
+    """The price of one GPU-hour: as given, else the cheapest on-demand price in the table; None if there is none.
+
+    RequestError if the given price is that of another GPU.
+    """
     from paceline.host import prices
     from paceline.prediction import hardware
 
@@ -264,6 +293,8 @@ def usd_of(arguments: argparse.Namespace) -> float | None:
     name = hardware.accelerator(arguments.gpu).gpu
     offers = prices.chosen(arguments.price) if arguments.price else prices.table()
     known = [p.usd_per_gpu_hour for p in offers if p.holds_for(name) and p.kind != prices.SPOT]
+    expected = f"an on-demand price of {name}: USD per GPU-hour, or a name or file with one"
+    require(bool(known) or not arguments.price, "--price", arguments.price, expected)
     return min(known) if known else None
 
 
@@ -324,8 +355,8 @@ def serving_options(arguments: argparse.Namespace) -> int:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of an option with several values."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """The words of an option with several values, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 # --- score ---

@@ -21,6 +21,8 @@ from paceline.prediction.setup import SHARDS, Setup
 MOST_RUNS = 4
 # Differences below this are equal: no one moves a cluster for it.
 EQUAL = 0.01
+# Why an option is refused that fits by arithmetic only.
+TOO_LARGE = "too large by rehearsal"
 # Steps of the rounds of successive halving.
 ROUNDS = (10, 20, 40)
 
@@ -32,6 +34,10 @@ class Limits:
     tokens: float | None = None
     deadline_s: float | None = None
     budget_usd: float | None = None
+
+    @property
+    def are_set(self) -> bool:
+        return self.deadline_s is not None or self.budget_usd is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,8 +119,11 @@ def usable_bytes(one: Setup) -> float | None:
     return None if one.gpu.memory_bytes is None else USABLE_RATIO * one.gpu.memory_bytes
 
 
-def fits(one: Setup) -> bool:
-    """Whether the arithmetic leaves room on the GPU (if its memory is known) and, with offload, on the host."""
+def fits(one: Setup, factor: float = 1.0) -> bool:
+    """Whether the arithmetic leaves room on the GPU (if its memory is known) and, with offload, on the host.
+
+    factor: how much more than the arithmetic a rehearsal needed.
+    """
     usable = usable_bytes(one)
     on_host = not one.offload or host_bytes(one) <= USABLE_RATIO * host_memory_bytes(one.gpu)
-    return on_host and (usable is None or total(one) <= usable)
+    return on_host and (usable is None or factor * total(one) <= usable)

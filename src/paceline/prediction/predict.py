@@ -270,8 +270,12 @@ def setup_of(
     shard: str | None = None,
     offload: bool = False,
     mb: int | None = None,
+    memory_factor: float = 1.0,
 ) -> Setup:
-    """A setup from what a user says; what is not said is the least that fits."""
+    """A setup from what a user says; what is not said is the fastest that fits, or the smallest if none does.
+
+    memory_factor: how much more memory than the arithmetic says a rehearsal needed.
+    """
     shape = arithmetic.load(Choice.parse(model))
     device = hardware.accelerator(gpu) if isinstance(gpu, str) else gpu
     counts = {"--gpus": gpus, "--seq": sequence_length, "--global-batch": global_batch, "--micro-batch": micro_batch}
@@ -286,6 +290,9 @@ def setup_of(
     require(ep == 1 or (method == "full" and not offload), "--layout", f"ep={ep}", "no ep with adapters or offload")
     ranks = _data_ranks(shape, gpus, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, vp=vp)
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
+    is_long = shape.positions == "learned" and length > shape.context
+    require(not is_long, "--seq", length, f"at most the {shape.context} learned positions of {shape.name}")
+    require(cp == 1 or length % (2 * cp) == 0, "--layout", f"cp={cp}", f"a divisor of half of the sequence, {length}")
     # Adapters are trained by other programs than whole models.
     program, default_shard = published.software("peft" if software == "generic" and method != "full" else software)
     link, node = hardware.network(interconnect)
@@ -319,11 +326,12 @@ def setup_of(
     if offload:
         require(shard in (None, "zero1", "zero2", "zero3"), "--layout", f"{shard},offload", "zero1, zero2 or zero3")
         stages = (shard,) if shard else ("zero2", "zero3")
-        return _completed(base.replaced(offload=True), stages, checkpointing, micro_batch or mb, per_rank)
+        base = base.replaced(offload=True)
+        return _completed(base, stages, checkpointing, micro_batch or mb, per_rank, memory_factor)
     shards = (shard,) if shard else tuple(dict.fromkeys((default_shard, "none", "zero1", "zero3")))
     if ranks == 1 and cp == 1:
         shards = ("none",)
-    return _completed(base, shards, checkpointing, micro_batch or mb, per_rank)
+    return _completed(base, shards, checkpointing, micro_batch or mb, per_rank, memory_factor)
 
 
 def _data_ranks(shape: Shape, gpus: int, *, dp: int | None, tp: int, pp: int, cp: int, ep: int, vp: int) -> int:
@@ -335,6 +343,8 @@ def _data_ranks(shape: Shape, gpus: int, *, dp: int | None, tp: int, pp: int, cp
     require(shape.layers % (pp * vp) == 0, "--layout", f"pp={pp},vp={vp}", f"stages that divide {shape.layers} layers")
     require(vp == 1 or pp > 1, "--layout", f"vp={vp} without pp", "virtual stages of a pipeline: pp=2 or more")
     require(shape.heads % tp == 0, "--layout", f"tp={tp}", f"a divisor of the {shape.heads} heads")
+    few = f"a divisor of the {shape.kv_heads} heads of keys and values"
+    require(shape.kv_heads % tp == 0, "--layout", f"tp={tp}", few)
     ranks = gpus // split
     if ep > 1:
         require(bool(shape.experts), "--layout", f"ep={ep}", f"no ep: {shape.name} has no experts")
@@ -350,7 +360,7 @@ def adapters_of(shape: Shape, method: str) -> int | None:
 
 
 def _completed(
-    base: Setup, shards: Sequence[str], checkpointing: str | None, micro: int | None, per_rank: int
+    base: Setup, shards: Sequence[str], checkpointing: str | None, micro: int | None, per_rank: int, factor: float
 ) -> Setup:
     """The fastest predicted setup that fits, of what was left open; the one that needs least memory if none fits."""
     sizes = [micro] if micro else [n for n in (1, 2, 4, 8, 16) if per_rank % n == 0]
@@ -367,7 +377,7 @@ def _completed(
         for shard in shards
         for size in sizes
     ]
-    fitting = [one for one in options if memory.fits(one)]
+    fitting = [one for one in options if memory.fits(one, factor)]
     if not fitting:
         return min(options, key=memory.total)
     times = step_time(columns(fitting), load().values)

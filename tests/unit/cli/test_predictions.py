@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from paceline import cli
-from paceline.prediction import stored
+from paceline.campaign.run import rehearsed
+from paceline.campaign.run.rehearsed import Rehearsed
+from paceline.host import prices
+from paceline.prediction import memory, stored
 from paceline.prediction.predict import Worth
 from paceline.report.tables import predictions as tables
 
@@ -153,6 +157,10 @@ def test_memory_is_rehearsed_where_the_program_is_ours(
         (["--micro-batch", "0"], "--micro-batch: got 0, expected a whole number from 1"),
         (["--checkpointing", "ful"], "--checkpointing: got 'ful', expected none, selective, full"),
         (["--tokens", "abc"], "--tokens: got 'abc', expected a whole number of tokens"),
+        (["--price", "oci-a10"], "--price: got 'oci-a10', expected an on-demand price of H100"),
+        (["--layout", "tp=16", "--gpus", "16"], "'tp=16', expected a divisor of the 8 heads of keys and values"),
+        (["--layout", "cp=3", "--gpus", "3"], "'cp=3', expected a divisor of half of the sequence, 4096"),
+        (["--model", "gpt2-124m", "--seq", "2048"], "--seq: got 2048, expected at most the 1024 learned positions"),
         (["--up-to", "4"], "--up-to: got 4, expected more than the 8 of --gpus"),
         (["--serving", "9/9", "--ttft", "-1"], "--ttft: got -1.0, expected seconds above 0"),
         (["--rehearse", "-1"], "--rehearse: got -1.0, expected seconds from 0"),
@@ -171,3 +179,54 @@ def test_what_does_not_fit_says_so_first(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["predict", "--model", "llama-70b", "--gpu", "a10", "--gpus", "1", "--rehearse", "0"]) == 0
     text = capsys.readouterr().out
     assert 0 < text.index("this does not fit into the GPU's memory") < text.index("What the step consists of")
+
+
+def stand_in(factor: float) -> Callable[..., Rehearsed]:
+    """A rehearsal that finds so many times what the arithmetic says: a real one of this model takes a minute."""
+    return lambda model, one, limit: Rehearsed(components={"peak": int(factor * memory.total(one))})
+
+
+def test_a_setup_that_a_rehearsal_refuses_is_not_predicted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["predict", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8"]
+    assert "2 x 16 sequences per rank, no checkpointing" in " ".join(answer(capsys, *words).split())
+    monkeypatch.setattr(rehearsed, "rehearse", stand_in(1.5))
+    text = answer(capsys, *words, "--rehearse", "1")
+    assert "1 x 32 sequences per rank" in " ".join(text.partition("quantity")[0].split())
+    assert "usable: fits" in text
+    assert "Too large by rehearsal, so not chosen: dp=8,zero3, micro batch 2, no checkpointing" in " ".join(
+        text.split()
+    )
+    # What was asked for stays, and the first table says what that means.
+    text = answer(
+        capsys, *words, "--rehearse", "1", "--layout", "fsdp", "--micro-batch", "8", "--checkpointing", "none"
+    )
+    assert "By its rehearsal this does not fit" in " ".join(text.split())
+
+
+def test_an_option_that_a_rehearsal_refuses_is_not_the_nearest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["choose", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8", "--tokens", "10B", "--price", "2.5"]
+    words += ["--out", str(tmp_path), "--rehearse", "1"]
+    monkeypatch.setattr(rehearsed, "rehearse", stand_in(1.5))
+    assert cli.main(words) in (0, 1)
+    assert "do not meet the limits" not in capsys.readouterr().out
+    assert cli.main([*words, "--deadline", "30h"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "No option meets the limits" in text
+    refused = [line.split(":")[0] for line in text.split("Memory of ")[1:] if "is no option" in line]
+    nearest = text.partition("The nearest is 8 x h100, ")[2].partition(", micro batch")[0]
+    assert nearest not in refused
+
+
+def test_a_budget_needs_a_price_and_numbers_count_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["choose", "--model", "llama-8b", "--gpu", "h100", "--out", str(tmp_path), "--gpus"]
+    once, twice = (json.loads(answer(capsys, *words, gpus, "--json"))["options"] for gpus in ("8", "8,8"))
+    assert len(once) == len(twice)
+    monkeypatch.setattr(prices, "table", lambda: ())
+    assert cli.main([*words, "8", "--rehearse", "0", "--tokens", "1M", "--budget", "5"]) == 2
+    assert "--budget: got 5.0, expected a --price as well" in capsys.readouterr().err

@@ -147,7 +147,8 @@ def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], p
     versus, winner = next(decided)
     head = f"{leaders}. " if len(best) > 1 else ""
     why = _why(group, winner, rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
-    return f"{head}{_margin(metric, group.names[winner], group.names[rest[0]], *_ratio_of(versus, winner))}{why}"
+    margin = _margin(metric, group.names[winner], group.names[rest[0]], len(best) > 1, _ratio_of(versus, winner))
+    return f"{head}{margin}{why}"
 
 
 def _leaders(names: Sequence[str], pairs: Sequence[Comparison]) -> str:
@@ -160,9 +161,10 @@ def _leaders(names: Sequence[str], pairs: Sequence[Comparison]) -> str:
     return inconclusive_sentence(listed(names), widest.detectable_ratio if widest else None)
 
 
-def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
-    """How far the best is from the next."""
-    return f"{margin_sentence(metric, best, f'{other}, the next best', ratio, low, high)}."
+def _margin(metric: str, best: str, other: str, is_tied: bool, ratio: tuple[float, float, float]) -> str:
+    """How far the best is from the next, or from the first one that it beats if it is not known to beat some."""
+    rank = "best of the others" if is_tied else "next best"
+    return f"{margin_sentence(metric, best, f'{other}, the {rank}', *ratio)}."
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
@@ -282,7 +284,7 @@ def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     among = [c for c in decided.because if {c.label, c.other_label} <= {*decided.choose}]
     leaders = f"{_leaders(decided.choose, among)}. " if len(decided.choose) > 1 else ""
     found = leads[winner]
-    margin = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
+    margin = _margin(COST, names[winner], names[other], len(decided.choose) > 1, _ratio_of(versus, other))
     margin = margin.replace("A token of", f"A {found.counted} of", 1)
     amount, factor = found.amount
     costs = (leads[cell].usd_per_mtok for cell in (winner, other))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.prediction import memory, stored
-from paceline.prediction.choosing import Decision, Halved, Option, Timed, measuring_minutes, objective
+from paceline.prediction.choosing import TOO_LARGE, Decision, Halved, Option, Timed, measuring_minutes, objective
 from paceline.prediction.experiment_file import runnable
 from paceline.report.tables.predicted import amount, between, number
 from paceline.report.tables.predictions import INTERVAL_NOTE, recomputing
@@ -17,6 +17,7 @@ from paceline.wording import MISSING, format_duration
 _GIB = 2.0**30
 MOST_ROWS = 10
 TWO_DAYS_S = 2 * 86400
+MISSES = "1 option that fits does not meet the limits."
 
 
 def tables(decision: Decision) -> tuple[Table, ...]:
@@ -106,16 +107,20 @@ def lines(decision: Decision, predicted: Decision, halved: Halved | None, files:
     """The recommendation, with the predictions and runs that it rests on. predicted: the decision before any run."""
     if decision.best is None:
         why = sorted({reason for _, reason in decision.refused})
-        yield f"No option meets the limits: all {len(decision.refused)} are {' or '.join(why)}."
-        nearest = min(decision.refused, key=lambda pair: objective(pair[0], decision.by))[0]
-        yield f"The nearest is {name(nearest)}: {result(decision, nearest)}."
+        meets = "meets the limits" if decision.limits.are_set else "fits"
+        yield f"No option {meets}: all {len(decision.refused)} are {' or '.join(why)}."
+        fitting = [one for one, reason in decision.refused if reason != TOO_LARGE]
+        if fitting:
+            nearest = min(fitting, key=lambda one: objective(one, decision.by))
+            yield f"The nearest is {name(nearest)}: {result(decision, nearest)}."
         return
     if halved is not None:
         yield from _measured_lines(decision, predicted, halved)
     if halved is None or halved.best is None:
         yield f"Recommendation (predicted, nothing measured): {name(decision.best)}: {result(decision, decision.best)}."
-    if decision.refused:
-        yield f"{len(decision.refused)} options that fit do not meet the limits."
+    missing = sum(reason != TOO_LARGE for _, reason in decision.refused)
+    if missing:
+        yield f"{missing} options that fit do not meet the limits." if missing > 1 else MISSES
     if halved is None:
         yield from _proposal_lines(decision)
     if files:

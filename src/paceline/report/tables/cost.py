@@ -39,7 +39,7 @@ def _saving(s: Saving, other: Cost | None) -> str:
     tied = f" (equal or inconclusive: {', '.join(s.tied)})" if s.tied else ""
     said = (
         f"{s.label}{tied} saves {share} % {interval} of the cost per {other.counted if other else 'token'} against "
-        f"{s.other_label}, the next best, at any price per GPU-hour ({s.group})"
+        f"{s.other_label}, the {'best of the others' if s.tied else 'next best'}, at any price per GPU-hour ({s.group})"
     )
     total = other.train_cost_usd.value if other and other.train_cost_usd else None
     if other is None or total is None or other.train_tokens is None:

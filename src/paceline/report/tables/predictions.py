@@ -19,7 +19,7 @@ _GIB, _JOULES_PER_KWH = 2.0**30, 3.6e6
 MOST_ANCHORS = 8
 # Smaller components and parts of a step are not listed: they would be shown as 0.0.
 _LEAST_BYTES, _LEAST_SHARE = 0.05 * _GIB, 0.0005
-UNFIT_NOTE = "By arithmetic this does not fit into the GPU's memory, so it would not run: see the memory below."
+UNFIT_NOTE = "{how} this does not fit into the GPU's memory, so it would not run: see the memory below."
 INTERVAL_NOTE = (
     "Intervals cover 90 % on average over sources of published runs; for one framework or cluster they may cover less "
     "(docs/prediction.md)."
@@ -30,8 +30,8 @@ def recomputing(one: Setup) -> str:
     return "no checkpointing" if one.checkpointing == "none" else f"{one.checkpointing} checkpointing"
 
 
-def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
-    """One prediction, quantity by quantity."""
+def summary(one: Prediction, tokens: float | None, usd: float | None, peak_bytes: float | None = None) -> Table:
+    """One prediction, quantity by quantity. peak_bytes: of memory, if it was rehearsed."""
     s, low, high = one.setup, one.low_s, one.high_s
 
     def rate(scale: float) -> tuple[float, float, float]:
@@ -63,12 +63,13 @@ def summary(one: Prediction, tokens: float | None, usd: float | None) -> Table:
         for name, (v, a, b), unit in quantities
     )
     columns = (Column("quantity"), numeric("predicted"), numeric("90 % interval"), Column("unit"))
-    notes = (INTERVAL_NOTE,) if memory.fits(s) else (UNFIT_NOTE, INTERVAL_NOTE)
-    return Table(title(one), columns, rows, notes)
+    usable = memory.usable_bytes(s)
+    fits = memory.fits(s) if peak_bytes is None or usable is None else peak_bytes <= usable
+    unfit = UNFIT_NOTE.format(how="By arithmetic" if peak_bytes is None else "By its rehearsal")
+    return Table(title(one.setup), columns, rows, (INTERVAL_NOTE,) if fits else (unfit, INTERVAL_NOTE))
 
 
-def title(one: Prediction) -> str:
-    s = one.setup
+def title(s: Setup) -> str:
     words = [s.layout, f"{s.micro_batch} x {s.micro_batches:g} sequences per rank", recomputing(s)]
     method = "QLoRA of " if s.quantised else "LoRA of " if s.has_adapters else ""
     return f"{method}{s.shape.name} on {s.gpus} x {s.gpu.gpu}: {', '.join(words)}, sequence {s.sequence_length}"
@@ -83,8 +84,13 @@ def time_parts(one: Prediction) -> Table:
     return Table("What the step consists of", (Column("part"), numeric("time, ms"), numeric("share, %")), rows)
 
 
-def memory_parts(one: Prediction, rehearsed: Mapping[str, int] | None, reason: str) -> Table:
-    """Memory by component: as rehearsed with the real program, else by arithmetic with the reason for that."""
+def memory_parts(
+    one: Prediction, rehearsed: Mapping[str, int] | None, reason: str, too_large: Sequence[Setup] = ()
+) -> Table:
+    """Memory by component: as rehearsed with the real program, else by arithmetic with the reason for that.
+
+    too_large: faster setups that the arithmetic accepted and a rehearsal did not.
+    """
     arithmetic, usable = memory.components(one.setup), memory.usable_bytes(one.setup)
     if rehearsed is not None:
         parts: Mapping[str, float] = {name: size for name, size in rehearsed.items() if name != "peak"}
@@ -100,6 +106,8 @@ def memory_parts(one: Prediction, rehearsed: Mapping[str, int] | None, reason: s
     if usable is not None:
         verdict = Cell("fits", "", "good") if whole <= usable else Cell("does not fit", "", "bad")
         rows.append((Cell(f"usable: {verdict.text}", "", verdict.tone), Cell(f"{usable / _GIB:.1f}")))
+    if too_large:
+        notes.append(f"Too large by rehearsal, so not chosen: {'; '.join(map(_variant, too_large))}.")
     if one.setup.offload:
         assumed = memory.USABLE_RATIO * host_memory_bytes(one.setup.gpu)
         notes.append(
@@ -107,6 +115,10 @@ def memory_parts(one: Prediction, rehearsed: Mapping[str, int] | None, reason: s
             "assumed to be usable."
         )
     return Table("Memory of one GPU", (Column("component"), numeric("size, GiB")), tuple(rows), tuple(notes))
+
+
+def _variant(s: Setup) -> str:
+    return f"{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
 
 
 def _gib(size: float) -> str:
