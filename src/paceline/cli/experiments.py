@@ -216,7 +216,7 @@ def plan(arguments: argparse.Namespace) -> int:
         return _print_manifests(runs, arguments.out)
     screen = console()
     predicted = {one.spec.run_id: one for one in _forecasts(runs, arguments.gpu)}
-    price, ahead = _price(arguments.price), _expected(specs, arguments, predicted)
+    price, ahead = _price(arguments.price, arguments.gpu), _expected(specs, arguments, predicted)
     if arguments.commands:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
@@ -395,17 +395,23 @@ def _print_runs(
 def _forecasts(specs: Sequence[RunSpec], gpu: str | None) -> list[Forecast]:
     """The runs that can be predicted: those that train on a GPU that is given, or that this machine has."""
     from paceline.campaign.run import forecast
+    from paceline.campaign.run.references import unsupported
 
     local = (spec.topology.device == "cuda" and spec.launcher.name == "local" for spec in specs)
     on_gpu = [spec for spec, here in zip(specs, local, strict=True) if spec.is_trained and (gpu or here)]
+    on_gpu = [spec for spec in on_gpu if not unsupported(spec, anywhere=True)]
     found = forecast.gpu_here(gpu) if on_gpu else None
     return [] if found is None else forecast.forecast(on_gpu, found)
 
 
-def _price(text: str | None) -> float | None:
+def _price(text: str | None, gpu: str | None = None) -> float | None:
+    """USD per GPU-hour by `--price`, which must be a price of the GPU that is planned for, if one is named."""
+    from paceline.cli.predictions import usd_of
     from paceline.host import prices
 
-    return None if text is None else prices.chosen(text)[0].usd_per_gpu_hour
+    if text is None or gpu is None:
+        return None if text is None else prices.chosen(text)[0].usd_per_gpu_hour
+    return usd_of(argparse.Namespace(gpu=gpu, price=text))
 
 
 def _forecast_text(found: Sequence[Forecast], usd_per_gpu_hour: float | None) -> str:

@@ -30,8 +30,10 @@ class Choice:
         options: dict[str, Any] = {}
         for part in filter(None, _outer_parts(rest)):
             key, equals, value = part.partition("=")
-            require(bool(equals and key.strip()), f"option of {name}", part, "key=value")
-            options[key.strip()] = _value(value.strip())
+            key = key.strip()
+            require(bool(equals and key), f"option of {name}", part, "key=value")
+            require(key not in options, f"option of {name}", text, f"{key} once")
+            options[key] = _value(value.strip())
         require(bool(name.strip()), "name of a choice", text, "name or name:key=value,...")
         return cls(name.strip(), options)
 

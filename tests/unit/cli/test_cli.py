@@ -254,6 +254,17 @@ def test_a_plan_for_another_gpu_has_minutes_and_one_reason(here: Path, capsys: p
     assert "predicted in total: about" in text
 
 
+def test_a_plan_counts_only_what_could_run_somewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def total(strategies: str) -> str:
+        settings = ("device=cuda", "processes=8", "model=llama-1b", "precision=bf16", f"strategy={strategies}")
+        there = [word for setting in settings for word in ("--set", setting)]
+        assert cli.main(["plan", "mine.yaml", "--gpu", "h100", "--price", "2", *there]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        return text[text.index("predicted") :].partition("about")[2]
+
+    assert total("[ddp, 'mesh:tp=3']") == total("[ddp]")
+
+
 def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
     words = [word for setting in asked for word in ("--set", setting)]

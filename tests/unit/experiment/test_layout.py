@@ -100,6 +100,11 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
             "got 12 (1 seq",
         ),
         ("mesh:tp=2,async_tp=true", {"processes": 2}, "symmetric memory"),
+        ("mesh:schedule=zbv", {"processes": 2}, "schedule=zbv has no effect with pp 1; leave it out"),
+        ("mesh:ep=2,micro_batches=3", {"processes": 2, "model": "tiny-moe"}, "micro_batches=3 has no effect with pp 1"),
+        ("mesh:attention=ulysses", {"processes": 2}, "attention=ulysses has no effect with cp 1"),
+        ("mesh:sequence=false", {"processes": 2}, "sequence=false has no effect with tp 1"),
+        ("mesh:reshard_after_forward=false", {"processes": 2}, "reshard_after_forward=false has no effect with shard"),
         ("mesh:ep=2", {"processes": 2}, "ep 2 needs a mixture of experts, which tiny-llama is not"),
         ("mesh:ep=3", {"processes": 3, "model": "tiny-moe"}, "ep 3 does not divide the 4 experts of tiny-moe"),
         ("mesh:dp=2,cp=2,ep=8", {"processes": 4, "model": "tiny-moe:experts=8"}, "does not divide dp 2 x cp 2 = 4"),
@@ -136,6 +141,8 @@ def test_unknown_options_are_named() -> None:
         plugins.load("strategies", "mesh").Options(schedule="1f2b")
     with pytest.raises(RequestError, match=r"mesh.tp: got 0"):
         plugins.load("strategies", "mesh").Options(tp=0)
+    with pytest.raises(RequestError, match="option of mesh: got 'mesh:tp=2,tp=4', expected tp once"):
+        Choice.parse("mesh:tp=2,tp=4")
 
 
 def test_the_picture_says_which_rank_holds_what() -> None:

@@ -39,7 +39,8 @@ def _cost(cell: Cell, without_s: float | None) -> CheckpointCost:
         pauses.append(pause)
         lost.append(pause + (every * (_step_s(window) - without_s) if without_s is not None else 0.0))
     spent = [w.goodput for w in cell.windows if w.goodput]
-    restarts = sum(each.restarts for each in spent)
+    # A command that ended and was repeated costs the same: start, loading, and steps done again.
+    restarts = sum(each.restarts + each.interruptions for each in spent)
     samples = [s for w in cell.windows for s in w.record.checkpoints]
     sizes = [sample.bytes for sample in samples if sample.bytes is not None]
     mean, low, high = _interval(lost)

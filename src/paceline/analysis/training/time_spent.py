@@ -14,7 +14,8 @@ from paceline.results.records import RunRecord, Status
 def analyse(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> TimeSpent | None:
     """The sum over launches that ended ok and were started for these results; None if none says when its steps began.
 
-    References that were reused took no time. Time between launches is not included, because campaigns are resumed.
+    A restarted launch is left out: what is known of its set-up is that of its last attempt. References that were reused
+    took no time. Time between launches is not included, because campaigns are resumed.
     """
     launches: list[TimeSpent] = []
     for record in records:
@@ -39,7 +40,7 @@ def _of_reference(record: RunRecord) -> TimeSpent:
 
 def _of_launch(record: RunRecord, window: Window) -> TimeSpent | None:
     evidence = record.evidence
-    if evidence is None or evidence.window_began_at_s is None or evidence.window_wall_s is None:
+    if evidence is None or evidence.window_began_at_s is None or evidence.window_wall_s is None or record.attempts:
         return None
     total_s = record.ended_at - record.started_at
     setup_s, all_steps_s = evidence.window_began_at_s - record.started_at, evidence.window_wall_s

@@ -106,12 +106,16 @@ def rounds_often(spec: RunSpec) -> bool:
     return spec.tuning is None and (precision.is_8bit or (splits and precision.compute in ("bf16", "fp16")))
 
 
-def unsupported(spec: RunSpec) -> str | None:
-    """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
+def unsupported(spec: RunSpec, *, anywhere: bool = False) -> str | None:
+    """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError.
+
+    anywhere: a reason that does not depend on this machine.
+    """
     trains = (spec.is_certified and spec.script is None) or spec.checkpoint_every is None
     accepted = f"null for the workload {spec.workload.name}, which writes no checkpoints"
     require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
-    plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
+    plugins = [("workloads", spec.workload), ("strategies", spec.strategy)]
+    plugins += [] if anywhere else [("launchers", spec.launcher)]
     reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
     return next((str(reason) for reason in reasons if reason), None)
 

@@ -12,7 +12,8 @@ from paceline.wording import MISSING, format_duration, format_size
 
 _NOTES = (
     "Pause: no step runs. Lost: the pause, and what steps take longer than in the same cell without checkpoints; 95 % "
-    "interval over launches. Restart: detection, start and loading, per restart of runs whose ranks were killed.",
+    "interval over launches. Restart: detection, start and loading, per restart, after ranks "
+    "were killed or the command was repeated.",
 )
 _FORMULA = (
     "Goodput by Daly (2006) for failures at random times: interval / (M e^(restart/M) (e^((interval + lost)/M) - 1)), "

@@ -130,6 +130,7 @@ def check(spec: RunSpec) -> str | None:
     if degrees.world_size != spec.topology.world_size:
         return f"the layout needs {degrees.factors()} processes, got {spec.topology.world_size}"
     reasons = (
+        _without_effect(degrees, chosen),
         _unsupported_training(spec, chosen),
         _unsharded(degrees, chosen),
         _indivisible_experts(shape, degrees),
@@ -139,6 +140,24 @@ def check(spec: RunSpec) -> str | None:
         _odd_rows(spec, degrees),
     )
     return next((reason for reason in reasons if reason), None)
+
+
+# Options that do nothing unless one of the degrees is above 1: a cell of its own would repeat another one.
+_NEEDS = {
+    "pp": ("schedule", "virtual", "micro_batches", "layers"),
+    "cp": ("attention",),
+    "tp": ("sequence", "loss_parallel"),
+    "shard": ("prefetch", "reshard_after_forward", "reshard_to"),
+}
+
+
+def _without_effect(degrees: Layout, chosen: Options) -> str | None:
+    for degree, names in _NEEDS.items():
+        given = [name for name in names if getattr(chosen, name) != getattr(Options, name)]
+        if given and getattr(degrees, degree) == 1:
+            value = str(getattr(chosen, given[0])).lower()
+            return f"{given[0]}={value} has no effect with {degree} 1; leave it out, or set {degree} above 1"
+    return None
 
 
 def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:

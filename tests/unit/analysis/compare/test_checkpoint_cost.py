@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from training_records import build_record, build_reference, build_spec
@@ -10,8 +11,9 @@ from training_records import build_record, build_reference, build_spec
 from paceline.analysis.compare import checkpoints
 from paceline.analysis.findings import CheckpointCost
 from paceline.analysis.report import build
+from paceline.analysis.training.goodput import goodput
 from paceline.errors import RequestError
-from paceline.results.records import CheckpointSample, RunRecord, StartSample
+from paceline.results.records import AttemptSample, CheckpointSample, RunRecord, StartSample
 
 
 def run(every: int | None, seconds: float, pause: float = 0.0, repeat: int = 0, *, later: bool = False) -> RunRecord:
@@ -41,6 +43,27 @@ def test_lost_time_is_the_pause_and_what_the_steps_take_longer() -> None:
     assert later.lost_low_s == pytest.approx(later.lost_s - 4.303 * 0.1 / 3**0.5, abs=1e-3)
     assert plain.checkpoints == 6
     assert plain.restart_s is None
+
+
+def test_a_repeated_command_is_a_restart_too() -> None:
+    """One killed rank and one interrupted command share what was lost; before, all of it was of the killed rank."""
+
+    def attempt(number: int, began: float, status: str) -> AttemptSample:
+        return AttemptSample(
+            rank=0, attempt=number, submitted_at=began, began_at=began, ended_at=began + 40, status=status, reason=None
+        )
+
+    record = run(10, 1.0)
+    starts = tuple(replace(start, attempt=n) for n in (1, 2, 3) for start in record.starts)
+    ends = ("failed", "interrupted", "ok")
+    attempts = tuple(attempt(n, 100.0 * n, status) for n, status in enumerate(ends, 1))
+    record = replace(record, starts=starts, attempts=attempts)
+    spent = goodput(record)
+    assert spent is not None
+    assert (spent.restarts, spent.interruptions) == (1, 1)
+    assert spent.down_s > 0
+    (found,) = build([build_reference(build_spec("ddp"), steps=30), record], "test").checkpoints
+    assert (found.restarts, found.restart_s) == (2, pytest.approx(spent.down_s / 2))
 
 
 def test_without_a_cell_to_compare_with_only_the_pause_is_known() -> None:

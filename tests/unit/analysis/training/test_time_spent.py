@@ -14,7 +14,7 @@ from paceline.campaign.run.references import reference_of
 from paceline.experiment.spec import RunSpec, WarmUp
 from paceline.report.tables import time_spent
 from paceline.results import store
-from paceline.results.records import RunRecord
+from paceline.results.records import AttemptSample, RunRecord
 
 Launch = Callable[..., RunRecord]
 
@@ -74,6 +74,16 @@ def test_references_count_as_a_whole_unless_they_were_reused(
 @pytest.mark.parametrize("began_at_s", [None, 90.0, 150.0], ids=["unknown", "before the launch", "past its end"])
 def test_a_start_that_cannot_be_says_nothing(launch: Launch, began_at_s: float | None) -> None:
     assert spent([launch(began_at_s=began_at_s)]) is None
+
+
+def test_a_restarted_launch_is_left_out(launch: Launch) -> None:
+    """Its evidence is of the last attempt: the steps of earlier ones would count as set-up."""
+    attempt = AttemptSample(
+        rank=0, attempt=1, submitted_at=1.0, began_at=2.0, ended_at=9.0, status="failed", reason="killed"
+    )
+    once, again = launch(), replace(launch(repeat=1), attempts=(attempt,))
+    assert spent([once, again]).launches == 1
+    assert spent([again]) is None
 
 
 def test_the_report_says_it_in_a_sentence_and_a_table(launch: Launch) -> None:
