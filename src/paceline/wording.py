@@ -245,18 +245,18 @@ def margin_sentence(
     'fsdp2 needs 25 % less peak memory than ddp'
     """
     if ratio >= FACTOR and "faster" in _MARGINS[metric]:
-        span = "" if low is None or high is None or low == high else f"{_factor(low)} to {_factor(high)}"
-        text = f"{best} is {_factor(ratio)} times as fast as {other}"
+        span = "" if low is None or high is None or low == high else f"{factor(low)} to {factor(high)}"
+        text = f"{best} is {factor(ratio)} times as fast as {other}"
     else:
         size, span = percent_words(ratio, low, high)
         text = _MARGINS[metric].format(best=best, other=other, size=size)
     return f"{text} (95 % interval {span})" if span and interval else text
 
 
-def _factor(ratio: float) -> str:
+def factor(ratio: float) -> str:
     """Two significant digits, without an exponent.
 
-    >>> _factor(15.12), _factor(1234.5)
+    >>> factor(15.12), factor(1234.5)
     ('15', '1,200')
     """
     return f"{float(f'{ratio:.2g}'):,.10g}"
@@ -273,7 +273,7 @@ def speed_clause(verdict: str, ratio: float, than: str = "") -> str:
     if verdict == "inconclusive":
         return f"speed inconclusive ({'+' if ratio >= 1 else '-'}{percent_words(ratio)[0]})"
     if ratio >= FACTOR:
-        return f"{_factor(ratio)} times as fast{f' as {than}' if than else ''}"
+        return f"{factor(ratio)} times as fast{f' as {than}' if than else ''}"
     return f"{percent_words(ratio)[0]} {'faster' if ratio > 1 else 'slower'}{f' than {than}' if than else ''}"
 
 

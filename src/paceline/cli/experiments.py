@@ -230,7 +230,7 @@ def plan(arguments: argparse.Namespace) -> int:
         *([(len(proofs), "proof run")] if (proofs := proving.runs[len(proving.references) :]) else []),
     )
     total = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
-    print_hanging(screen, f"{total}; results in {arguments.out}", 2)
+    print_hanging(screen, f"{total}; results go to {arguments.out}", 2)
     if predicted:
         print_hanging(screen, _forecast_text(list(predicted.values()), price), 2)
     elif ahead:

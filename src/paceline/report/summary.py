@@ -212,17 +212,20 @@ def light(report: Report) -> Light:
     shared = any(SHARED_GPU in run.health for run in ours)
     once = any(c.launches == 1 for c in report.comparisons)
 
+    launched = sum(run.status != "unsupported" for run in report.runs)
+
     def reason(level: str) -> str:
-        """What disturbed the first launch of a level, in brackets."""
-        found = (run.trust.reasons for run in report.runs if run.trust is not None and run.trust.level == level)
-        return next((f" ({reasons[0]})" for reasons in found if reasons), "")
+        """What disturbed the launches of a level, or one of several, in brackets."""
+        judged = (run.trust.reasons for run in report.runs if run.trust is not None and run.trust.level == level)
+        found = list(dict.fromkeys(reasons[0] for reasons in judged if reasons))
+        return f" ({'for example, ' if len(found) > 1 else ''}{found[0]})" if found else ""
 
     problems = (
         (RED, invalid, f"{invalid} of {len(ours)} runs invalid"),
-        (RED, levels[RED], f"{levels[RED]} of {len(report.runs)} launches badly disturbed{reason(RED)}"),
+        (RED, levels[RED], f"{levels[RED]} of {launched} launches badly disturbed{reason(RED)}"),
         (RED, doubted, f"{doubted} of {len(report.served)} loads unreliable"),
         (AMBER, failed, f"{failed} of {len(ours)} runs failed"),
-        (AMBER, levels[AMBER], f"{levels[AMBER]} of {len(report.runs)} launches disturbed{reason(AMBER)}"),
+        (AMBER, levels[AMBER], f"{levels[AMBER]} of {launched} launches disturbed{reason(AMBER)}"),
         (AMBER, shared, SHARED_GPU),
         (AMBER, once, "launches not repeated"),
     )

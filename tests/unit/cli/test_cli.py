@@ -205,7 +205,7 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     for spec in specs:
         assert f"{spec.run_id}  [to run]" in text
         assert f"paceline.workloads.worker results/mine/{spec.run_id}" in text
-    assert "3 cells, 6 runs, 1 reference run; results in results" in text
+    assert "3 cells, 6 runs, 1 reference run; results go to results" in text
     assert f"{arithmetic.parameters(arithmetic.load(specs[0].model)):,} parameters" in text
     assert "128 tokens per step" not in text
     assert "64 tokens per step" in text
@@ -236,7 +236,7 @@ def test_a_plan_is_a_table_of_cells(here: Path, make_run: Make, capsys: pytest.C
     (begun,) = [line for line in text.splitlines() if "1 finished; to run" in line]
     assert str(specs[0].strategy) in begun
     assert "reference, global batch" in text
-    assert "3 cells, 6 runs, 1 reference run; results in results" in text
+    assert "3 cells, 6 runs, 1 reference run; results go to results" in text
 
 
 def test_a_plan_for_another_gpu_has_minutes_and_one_reason(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_it_comes_before_the_first_table_and_the_answer(report: Report) -> None:
     terminal = printed(disturbed)
     first, second, *_ = terminal.splitlines()
     assert first == "ddp is 12 % faster than zero:stage=1 on 2 processes; equal to fsdp2"
-    assert second.startswith("Trust: red. 3 of 20 runs invalid; 1 of 21 launches badly disturbed (other processes ")
+    assert second.startswith("Trust: red. 3 of 20 runs invalid; 1 of 20 launches badly disturbed (other processes ")
     assert terminal.index("<powersave>") < terminal.index("tokens/s"), "the disturbed launches are named first"
     page = html.text(disturbed)
     body = page[page.index("<main>") :]

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from paceline.analysis.findings import BETTER, EQUAL, HIGHER, INCONCLUSIVE, WORSE, Comparison
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.errors import Scalar
-from paceline.wording import short_percent
+from paceline.wording import factor, short_percent
 
 SMALLEST_EFFECT = 0.01
 EQUAL_WITHIN = 0.02
+# From this ratio on, percent would be unreadable.
+FACTORS_FROM = 10.0
 # With fewer launches of each, their spread is too badly known.
 FEWEST_LAUNCHES = 3
 MOST_LAUNCHES = 100
@@ -39,16 +41,21 @@ def verdict_of(ratio: Ratio, better: str, family: int = 1, equal_within: float =
     ('equal', 'within 2 %; 95 % interval -0.6 % to +1.0 %')
     >>> verdict_of(Ratio(1.02, error=0.02, launches=3), HIGHER)
     ('inconclusive', '95 % interval -1.9 % to +6.1 %; four times out of five, 5.8 % would have been shown')
+    >>> verdict_of(Ratio(20, error=0.1, launches=3), HIGHER)
+    ('better', 'a difference of 20 times; 95 % interval 16 to 24 times')
     """
     if ratio.launches is not None and ratio.launches < 2:
         return INCONCLUSIVE, ONE_LAUNCH
     effect = max(ratio.value, 1 / ratio.value) - 1
     low, high = ratio.interval(family)
     together = f" for all {family} comparisons together" if family > 1 else ""
-    interval = f"95 % interval {_signed(low)} to {_signed(high)}{together}"
+    words = _signed if high < FACTORS_FROM else factor
+    ends = f"{words(low)} to {words(high)}{'' if high < FACTORS_FROM else ' times'}"
+    interval = f"95 % interval {ends}{together}"
     if not low <= 1 <= high and effect >= SMALLEST_EFFECT:
         verdict = BETTER if (ratio.value > 1) == (better == HIGHER) else WORSE
-        return verdict, f"a difference of {effect * 100:.1f} %; {interval}"
+        size = f"{abs(ratio.value - 1) * 100:.1f} %" if ratio.value < FACTORS_FROM else f"{factor(ratio.value)} times"
+        return verdict, f"a difference of {size}; {interval}"
     if 1 / (1 + equal_within) <= low and high <= 1 + equal_within:
         return EQUAL, f"within {equal_within * 100:.2g} %; {interval}"
     if not low <= 1 <= high:
@@ -58,8 +65,8 @@ def verdict_of(ratio: Ratio, better: str, family: int = 1, equal_within: float =
 
 
 def _signed(ratio: float) -> str:
-    """`-1.9 %`; a factor if percent would be unreadable."""
-    return f"{round((ratio - 1) * 100, 1) + 0.0:+.1f} %" if ratio < 10 else f"{ratio:.2g} times"
+    """`-1.9 %`."""
+    return f"{round((ratio - 1) * 100, 1) + 0.0:+.1f} %"
 
 
 def judged_ratio(

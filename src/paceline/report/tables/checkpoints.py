@@ -45,6 +45,10 @@ def tables(report: Report) -> tuple[Table, ...]:
     return (table,) if table is not None else ()
 
 
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
 def expected(rows: Sequence[ExpectedGoodput]) -> Table | None:
     """Goodput at the chosen interval and at the best one."""
     named = _named([row.cost.axes for row in rows])
@@ -54,7 +58,7 @@ def expected(rows: Sequence[ExpectedGoodput]) -> Table | None:
         (Column("failures", prose=True), lambda row: f"one in {format_duration(row.mtbf_s)}"),
         (numeric("interval"), lambda row: format_duration(row.chosen_s)),
         (numeric("goodput, %"), lambda row: _percent(row.chosen_ratio)),
-        (numeric("Daly's interval"), lambda row: Cell(format_duration(row.daly_s), f"{row.daly_steps:,} steps")),
+        (numeric("Daly's interval"), lambda row: Cell(format_duration(row.daly_s), f"({_steps(row.daly_steps)})")),
         (numeric("goodput there, %"), lambda row: _percent(row.daly_ratio)),
         (numeric("Young's interval", 1), lambda row: format_duration(row.young_s)),
         (numeric("restart, s", 1), lambda row: _seconds(row.restart_s)),
@@ -83,8 +87,8 @@ def sentence(rows: Sequence[ExpectedGoodput], offers: Sequence[SpotOffer]) -> st
     name = describe(best.cost.axes, _named([row.cost.axes for row in rows]))
     text = (
         f"{name}, written {_how(best.cost)}: {best.daly_ratio:.1%} goodput with a checkpoint every "
-        f"{format_duration(best.daly_s)} ({best.daly_steps:,} steps), {best.chosen_ratio:.1%} as chosen (every "
-        f"{best.cost.every:,} steps)."
+        f"{format_duration(best.daly_s)} ({_steps(best.daly_steps)}), {best.chosen_ratio:.1%} as chosen (every "
+        f"{_steps(best.cost.every)})."
     )
     offer = next((offer for offer in offers if offer.cost is best.cost), None)
     if offer is None:

@@ -92,7 +92,8 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table | None:
     notes += [PER_PROCESS] if any(offer.lead.axes.get("device") == "cpu" for offer in offers) else []
     # By name: an order by cost would be a ranking, which only comparisons make.
     ordered = sorted(offers, key=lambda o: names[o.lead.cell])
-    return filled(f"Cost at {lead.price.name}", ordered, columns, (*notes, SAMPLES), lambda o: (o.lead.cell,))
+    title = "Cost at the given price" if lead.price.kind == GIVEN else f"Cost at {lead.price.name}"
+    return filled(title, ordered, columns, (*notes, SAMPLES), lambda o: (o.lead.cell,))
 
 
 def _prices(report: Report) -> Table | None:

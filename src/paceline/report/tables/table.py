@@ -17,6 +17,7 @@ from paceline.analysis.findings import (
     CERTIFIED,
     CONSISTENT,
     DIFFERENT,
+    INCONCLUSIVE,
     WORSE,
     Certificate,
     Comparison,
@@ -181,6 +182,17 @@ def trains(report: Report) -> bool:
 NOT_COMPARED = "These cells are not compared with each other, so they are not sorted by speed."
 
 
+CORRECTED = (
+    "An interval that excludes 1 may be inconclusive: the verdict allows for all comparisons of the table together, "
+    "with wider intervals. The reason of each comparison has them."
+)
+
+
+def _is_narrower(c: Comparison) -> bool:
+    """Whether the interval of one comparison alone says more than its verdict, which allows for all of the table."""
+    return c.verdict == INCONCLUSIVE and c.launches != 1 and not c.low <= 1 <= c.high
+
+
 def ranking(report: Report) -> tuple[Table, ...]:
     """One table per comparison group: certified cells only, equal ones on one rank, each against the first row."""
     found = []
@@ -192,6 +204,8 @@ def ranking(report: Report) -> tuple[Table, ...]:
         notes = (f"Not measured here: {names.removesuffix('.')}.",) if names else ()
         if len(group.rows) > 1 and not group.is_listed and not _are_compared(group):
             notes = (NOT_COMPARED, *notes)
+        if any(row.versus_best is not None and _is_narrower(row.versus_best) for row in group.rows):
+            notes = (CORRECTED, *notes)
         table, same = without_same(table)
         found.append(replace(table, notes=(*group.notes, *notes, *same)))
     return tuple(found)

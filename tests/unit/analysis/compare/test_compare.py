@@ -40,7 +40,7 @@ class TestVerdict:
             (Ratio(1.10, 0.06, launches=3), "inconclusive", "95 % interval -2.2 % to +23.7 %; four times out of five"),
             (Ratio(1.00, 0.02, launches=3), "inconclusive", "5.8 % would have been shown"),
             (Ratio(1.05, 0.02, launches=3), "better", "a difference of 5.0 %; 95 % interval +1.0 % to +9.2 %"),
-            (Ratio(0.955, 0.02, launches=3), "worse", "a difference of 4.7 %"),
+            (Ratio(0.955, 0.02, launches=3), "worse", "a difference of 4.5 %; 95 % interval -8.2 % to -0.7 %"),
             (Ratio(1.009, 0.0005, launches=3), "equal", "within 2 %; 95 % interval +0.8 % to +1.0 %"),
             (Ratio(0.992, 0.0005, launches=3), "equal", "within 2 %"),
             (Ratio(1.011, 0.0005, launches=3), "better", "a difference of 1.1 %"),
