@@ -176,6 +176,8 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
                 raise RequestError(f"{where}: got {name} among the fields of a cell, expected {accepted}.") from None
             hint = did_you_mean(name, known)
             accepted = "a known field" if hint else f"one of {', '.join(known)}"
+            if issubclass(model, Cell) and raw.get("command"):
+                accepted = f"a known field, or a parameter that the command contains as {{{name}}}"
             raise RequestError(f"{where}: got the field {shown(field)}, expected {accepted}.{hint}") from None
         if first["type"] == "missing":
             raise RequestError(f"{where}: the field {field!r} is missing.") from None

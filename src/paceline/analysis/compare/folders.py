@@ -17,6 +17,7 @@ from typing import Any
 from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.comparable import Judged, Quantity, Subject, judge, rate_searched, subject_of
 from paceline.analysis.findings import BETTER, CERTIFIED, DIFFERENT, EQUAL, WORSE, Between, Change, Differing, Lost
+from paceline.analysis.findings.compare import NOT_EQUAL_WORK
 from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
@@ -97,12 +98,12 @@ def compare_experiments(
             # Training has its certificates; inference must show that both did the same work.
             checks = equal_work.checks(first.records, second.records) if first.spec.serving else ()
             reasons = equal_work.reasons(checks)
-            unequal = f"not equal work: {'; '.join(reasons)}" if reasons else None
+            unequal = f"{NOT_EQUAL_WORK}{'; '.join(reasons)}" if reasons else None
             grade = None
             if first.spec.script and second.spec.script:
                 sides = ([observe(record) for record in side.records] for side in (first, second))
                 grade = grade_between(*sides)
-                unequal = f"not equal work: {grade.text}" if grade.level == DIFFERENT else None
+                unequal = f"{NOT_EQUAL_WORK}{grade.text}" if grade.level == DIFFERENT else None
             pairs[cell] = Pair(first, second, differing, unequal, grade)
     lost = _lost(a, b, matched)
     met = list(pairs.values())

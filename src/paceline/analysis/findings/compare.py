@@ -18,6 +18,10 @@ class Differing:
     second: str | None
 
 
+# How the reason of a change without a verdict begins if B did other work than A.
+NOT_EQUAL_WORK = "not equal work: "
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One metric of one cell, B over A. subject is `cell`, or `row` for one row of a sweep, which `row` names.
@@ -46,6 +50,10 @@ class Change:
     runs_first: tuple[str, ...]
     runs_second: tuple[str, ...]
     level: str | None = None
+
+    @property
+    def did_other_work(self) -> bool:
+        return self.verdict is None and self.reason.startswith(NOT_EQUAL_WORK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,10 +64,13 @@ def text(report: Report) -> str:
 
 
 def cells_text(report: Report) -> str:
-    """A trained cell per row; every metric has three columns: `name [unit]`, `name_low [unit]`, `name_high [unit]`."""
+    """A trained cell per row; every metric has three columns: `name [unit]`, `name_low [unit]`, `name_high [unit]`.
+
+    It has them for each unit, because scripts may count tokens or samples.
+    """
     own_axes = {m.cell: m.axes for m in report.measurements if m.metric == THROUGHPUT}
     found: dict[str, dict[str, Measurement]] = {cell: {} for cell in own_axes}
-    columns: dict[str, str] = {}
+    columns: dict[tuple[str, str], None] = {}
     for m in report.measurements:
         if m.cell in own_axes:
             # Other axes distinguish measurements of one metric and cell: ` (weak)`, ` (aws-h200, spot)`.
@@ -75,16 +78,17 @@ def cells_text(report: Report) -> str:
             more = ", ".join(str(v) for name, v in m.axes.items() if name not in own and v is not None)
             name = f"{m.metric} ({more})" if more else m.metric
             found[m.cell][name] = m
-            columns.setdefault(name, m.unit)
+            columns[name, m.unit] = None
     axes = _ordered({name for known in own_axes.values() for name in known} - {"cell", "certified"})
     trusted = trusted_runs(report)
-    heading = [f"{name}{bound} [{unit}]" for name, unit in columns.items() for bound in ("", "_low", "_high")]
+    heading = [f"{name}{bound} [{unit}]" for name, unit in columns for bound in ("", "_low", "_high")]
     rows = []
     for cell, by_name in found.items():
         numbers: list[Scalar] = []
-        for name in columns:
+        for name, unit in columns:
             known = by_name.get(name)
-            numbers += [known.value, known.low, known.high] if known else [None, None, None]
+            is_given = known is not None and known.unit == unit
+            numbers += [known.value, known.low, known.high] if known and is_given else [None, None, None]
         is_certified = _is_certified(by_name[THROUGHPUT], trusted)
         rows.append(_texts([*map(own_axes[cell].get, axes), cell, is_certified, *numbers]))
     return _table([*axes, "cell", "certified", *heading], rows)

@@ -36,6 +36,8 @@ SERVED = {
 }
 _NAMES = {"gpus.name": "GPU", "cuda": "CUDA", "gpus.power_limit_w": "power limit", "gpus.sm_clock_max_hz": "GPU clock"}
 _UNITS = {"gpus.power_limit_w": ("W", 1.0), "gpus.sm_clock_max_hz": ("MHz", 1e-6)}
+# Facts that are recorded as digests, which tell a reader nothing.
+_DIGESTS = {"code of the script": "code of the script", "settings.rates": "schedule of learning rates"}
 _BARE = ("versions.", "environment.", "switches.", "settings.")
 
 
@@ -47,6 +49,8 @@ def differing_text(d: Differing) -> str:
     name = _NAMES.get(d.path, d.path.replace("gpus.", "GPU "))
     for prefix in _BARE:
         name = name.removeprefix(prefix)
+    if d.path in _DIGESTS:
+        return _DIGESTS[d.path]
     return f"{name} {_value(d.path, d.first)} -> {_value(d.path, d.second)}"
 
 
@@ -101,6 +105,11 @@ def sentence(found: Between) -> str:
     memory = [c for c in found.changes if c.metric == MEMORY]
     parts += (_clause(side, len(memory), "cell", words) for side, words in _decided(memory, _SIZE))
     parts += _undecided(memory, "cell", _SIZE)
+    unequal = len({c.cell for c in found.changes if c.did_other_work})
+    if unequal:
+        cells = len({c.cell for c in found.changes})
+        where = "" if cells == 1 else f" in {unequal} of {cells} cells"
+        parts.insert(0, f"B did other work than A{where}, so there is no verdict{' on these' if where else ''}")
     parts = parts or ["nothing could be compared"]
     if found.changes and found.occasions:
         parts.append(found.occasions)
@@ -138,7 +147,7 @@ def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> li
 
 def _undecided(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
     """How many have no verdict, and the worst change among them."""
-    found = [c for c in changes if c.verdict is None]
+    found = [c for c in changes if c.verdict is None and not c.did_other_work]
     if not found:
         return []
     about = " on peak memory" if words == _SIZE else ""

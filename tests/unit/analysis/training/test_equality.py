@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from training_records import build_record, build_spec, build_steps
 
 from paceline.analysis.compare import fingerprint
+from paceline.analysis.compare.folders import compare_experiments
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import CERTIFIED, CONSISTENT, DIFFERENT, Certificate
 from paceline.analysis.report import build
@@ -19,8 +22,9 @@ from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
 from paceline.host.prices import Price
 from paceline.report.charts import money, training
+from paceline.report.exporters.csv import cells_text
 from paceline.report.summary import light
-from paceline.report.tables import cost
+from paceline.report.tables import comparison, cost
 from paceline.report.tables.table import CROSS, certification, certified_sentence, ranking
 from paceline.report.text.cells import groups
 from paceline.report.tiles import tiles
@@ -347,6 +351,25 @@ def test_launches_of_older_code_do_not_count() -> None:
     old, new = judged(run(code="v1"), run(repeat=1, at=5.0, code="v2"))
     assert not old.valid
     assert new.valid
+
+
+def test_a_comparison_with_other_work_says_so_first() -> None:
+    before, after = ([run(repeat=n, at=n, **more) for n in range(2)] for more in ({}, {"parameters": 9, "code": "v2"}))
+    text = comparison.sentence(compare_experiments(before, after))
+    assert text.startswith("B did other work than A, so there is no verdict")
+    assert "slower" not in text
+    assert "code of the script" in text
+    assert "v1 -> v2" not in text
+
+
+def test_rates_of_two_units_have_columns_of_their_own() -> None:
+    samples = {**EVIDENCE["settings"], "data": "samples", "sample": "16"}
+    records = [run("ddp"), run("fsdp", at=1.0, settings=samples)]
+    first, second = csv.DictReader(io.StringIO(cells_text(build(records, title=""))))
+    assert first["tokens_per_s [tokens/s]"]
+    assert second["tokens_per_s [samples/s]"]
+    assert not first["tokens_per_s [samples/s]"]
+    assert not second["tokens_per_s [tokens/s]"]
 
 
 def test_two_versions_are_graded_against_each_other() -> None:
