@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.analysis.findings import Report, RunFinding
@@ -24,7 +24,6 @@ from paceline.report.charts.chart import (
     parts,
     strategies,
     thinned,
-    used,
 )
 from paceline.report.text.cells import axes_of, cell_name, groups, kind_of, varying_axes, without_shared
 from paceline.wording import format_number, places
@@ -141,8 +140,9 @@ def ranks(report: Report) -> Iterator[Chart]:
                 )
             )
     dimensions = dict.fromkeys(p.series for p in points if p.series not in (COMPUTE, EXPOSED, IDLE))
+    known = {point.series for point in points}
     # Idle time is the palest, like the ground.
-    lull = Series(name=IDLE, colour=COLOURS + PARTS - 1)
+    lull = [Series(name=IDLE, colour=COLOURS + PARTS - 1)] if IDLE in known else []
     steps = max((step.steps for step in shown), default=1)
     over = f"The timeline of {steps} step{'' if steps == 1 else 's'} under the profiler" if timed else "One step"
     yield Chart(
@@ -155,7 +155,7 @@ def ranks(report: Report) -> Iterator[Chart]:
         kind=STACK,
         y=Axis(label="ms since the ranks lined up" if timed else "ms per optimizer step", unit="ms"),
         points=tuple(points),
-        series=used((*parts((COMPUTE, EXPOSED, *dimensions)), lull), points),
+        series=(*_coloured([word for word in (COMPUTE, EXPOSED, *dimensions) if word in known]), *lull),
         panel_px=560 if timed else 240,
     )
 
@@ -178,6 +178,14 @@ def _timeline(step: RankStep, run: RunFinding, group: str) -> Iterator[Point]:
             runs=(run.run,),
         )
         at += seconds
+
+
+def _coloured(words: Sequence[str]) -> tuple[Series, ...]:
+    """Parts of a step that may be communication of many dimensions: what is more than the colours of parts, of which
+    idle time has one, takes those of strategies, of which this chart has none."""
+    own = PARTS - 1
+    more = (Series(name=word, colour=COLOURS - 1 - i) for i, word in enumerate(words[own:]))
+    return *parts(words[:own]), *more
 
 
 def _over(dimension: str) -> str:

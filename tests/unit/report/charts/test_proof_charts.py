@@ -110,3 +110,19 @@ def test_steps_are_drawn_in_the_order_of_time_where_it_was_recorded(
     only = dataclasses.replace(record, timelines=record.timelines[::2])
     plainly = named(build([make_reference(run.spec), only], "t"), "ranks")
     assert [p.series for p in plainly.points if p.label == "rank 0"] == [COMPUTE, EXPOSED, IDLE, COMPUTE]
+
+
+def test_every_dimension_has_a_colour_of_its_own(make_cell: Builder, make_reference: Builder) -> None:
+    """Five are more than there are colours for parts: tensor and context parallelism had that of idle time."""
+    (run,) = make_cell(1.0, strategy="ddp", repeats=1)
+    kinds = ("compute", "shard", "replicate", "tp", "cp", "pp")
+    divided = {"kinds": kinds, "slots": (*range(len(kinds) + 1),), "steps": 1, "wall_s": 0.6}
+    trace: dict[str, Any] = {"steps": 1, "wall_s": 0.1, "compute_s": 0.07, "communication_s": 0.03, "exposed_s": 0.02}
+    record = dataclasses.replace(
+        run,
+        traces=tuple(TraceSample(rank=rank, **trace) for rank in range(2)),
+        timelines=tuple(TimelineSample(rank=rank, **divided) for rank in range(2)),
+    )
+    chart = named(build([make_reference(run.spec), record], "t"), "ranks")
+    assert {series.name for series in chart.series} == {point.series for point in chart.points}
+    assert len({series.colour for series in chart.series}) == len(chart.series) == 7
