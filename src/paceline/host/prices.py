@@ -12,6 +12,8 @@ from paceline.errors import RequestError, did_you_mean, require
 from paceline.host import machine
 
 ON_DEMAND, SPOT, GIVEN = "on demand", "spot", "as given"
+# The name of a price that is a number on the command line.
+OWN = "own"
 KINDS = (ON_DEMAND, SPOT, GIVEN)
 # Values outside this range are mistakes of units: the cheapest device costs more, a rack of the dearest less.
 LOWEST_USD, HIGHEST_USD = 1e-4, 1e5
@@ -54,6 +56,13 @@ class Price:
             return False
         row = machine.gpu_row(self.gpu)
         return (row is not None and row is machine.gpu_row(gpu)) or self.gpu.casefold() == gpu.casefold()
+
+    @property
+    def title(self) -> str:
+        """`aws-h200, on demand`; `the given price` for a number on the command line."""
+        if self.name == OWN:
+            return "the given price"
+        return self.name if self.kind == GIVEN else f"{self.name}, {self.kind}"
 
     @property
     def origin(self) -> str:
@@ -112,7 +121,7 @@ def chosen(text: str) -> tuple[Price, ...]:
         number = None
     if number is not None:
         require(_is_price(number), "--price", text, _ACCEPTED)
-        return (Price(name="own", usd_per_gpu_hour=number, source="given with --price"),)
+        return (Price(name=OWN, usd_per_gpu_hour=number, source="given with --price"),)
     if text.endswith(".toml"):
         return read(Path(text))
     known = {price.name: price for price in table()}

@@ -144,7 +144,7 @@ def _cost_tile(
     value, interval = format_parts(m.value, m.low, m.high, scale)
     others = [(r.label, costs[r.cell].usd_per_mtok.value) for r in group.rows if r.cell in costs]
     trend = _over_cells(others, row.label, colours) or _over_steps(report, m, 1, colours.get(row.label, 0))
-    note = f"at {cost.price.name}, {cost.price.kind}"
+    note = f"at {cost.price.title}"
     return Tile(
         name="Cost",
         value=value,
@@ -245,7 +245,7 @@ def _served_tiles(report: Report) -> tuple[Tile, ...]:
     if cost is not None:
         m = cost.usd_per_output_mtok
         value, interval = format_parts(m.value, m.low, m.high)
-        note = f"output tokens, at {cost.price.name}, {cost.price.kind}"
+        note = f"output tokens, at {cost.price.title}"
         unit = "USD per million tokens"
         alike = (c for c in report.served_costs if c.price.name == cost.price.name and c.price.kind == cost.price.kind)
         usd = tuple(c.usd_per_output_mtok.value for c in alike if c.usd_per_output_mtok.value is not None)

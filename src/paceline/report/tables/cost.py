@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.analysis.findings import Cost, Offer, Report, Saving, offers_of
-from paceline.host.prices import GIVEN, Price
+from paceline.host.prices import GIVEN, OWN, Price
 from paceline.report.tables import budget
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, measured_cell, numeric
 from paceline.report.text.cells import cell_name, varying_axes
@@ -92,8 +92,8 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table | None:
     notes += [PER_PROCESS] if any(offer.lead.axes.get("device") == "cpu" for offer in offers) else []
     # By name: an order by cost would be a ranking, which only comparisons make.
     ordered = sorted(offers, key=lambda o: names[o.lead.cell])
-    title = "Cost at the given price" if lead.price.kind == GIVEN else f"Cost at {lead.price.name}"
-    return filled(title, ordered, columns, (*notes, SAMPLES), lambda o: (o.lead.cell,))
+    title = lead.price.title if lead.price.name == OWN else lead.price.name
+    return filled(f"Cost at {title}", ordered, columns, (*notes, SAMPLES), lambda o: (o.lead.cell,))
 
 
 def _prices(report: Report) -> Table | None:
