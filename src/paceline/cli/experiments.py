@@ -21,6 +21,7 @@ from paceline.cli.verbs import (
     console,
     print_hanging,
     print_plain,
+    waiting,
 )
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
     return run_experiment(arguments)
 
 
+# Shown while references are rehearsed that may not fit: seconds for each size that is tried, or minutes.
+PLANNING = "Looking for a reference that fits"
+
+
 def run_experiment(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import display, status_page
     from paceline.campaign.run import forecast
@@ -147,7 +152,9 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     forecasts = _forecasts(specs, None)
     forecast.store(forecasts, arguments.out)
     rate = _usd_per_hour(specs, costing)
-    if ahead := _expected(specs, arguments, {one.spec.run_id: one for one in forecasts}):
+    with waiting(PLANNING):
+        ahead = _expected(specs, arguments, {one.spec.run_id: one for one in forecasts})
+    if ahead:
         total = forecast.total_text(ahead.values(), rate)
         if stopping is not None and stopping.budget_s is not None:
             total = forecast.budget_text(ahead.values(), stopping.budget_s, rate)
@@ -209,12 +216,12 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run import forecast
     from paceline.campaign.run.proofs import Proving
 
-    specs = _specs(arguments)
-    proving = Proving(specs)
+    specs, screen = _specs(arguments), console()
+    with waiting(PLANNING):
+        proving = Proving(specs)
     runs = [*proving.runs, *specs]
     if arguments.manifests:
         return _print_manifests(runs, arguments.out)
-    screen = console()
     predicted = {one.spec.run_id: one for one in _forecasts(runs, arguments.gpu)}
     price, ahead = _price(arguments.price, arguments.gpu), _expected(specs, arguments, predicted)
     if arguments.commands:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.overview import OK
 from paceline.cli.results import token_count
-from paceline.cli.verbs import Parser, add_list_option, add_out_option, add_verb, console, print_hanging
+from paceline.cli.verbs import Parser, add_list_option, add_out_option, add_verb, console, print_hanging, waiting
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:
@@ -124,13 +124,13 @@ def predict(arguments: argparse.Namespace) -> int:
     tokens, usd = tokens_of(arguments), usd_of(arguments)
     if arguments.layout == "all":
         return _all_layouts(arguments, known)
-    screen = console(stderr=arguments.json)
+    screen = console()
     if arguments.up_to is not None and not arguments.json:
         grown = scaling.extrapolate(setup_from(arguments, known), arguments.up_to, anchors, observations)
         screen.print(Fitted(tables.scaled(grown)))
         print_hanging(screen, scaling.limit_text(grown), 2)
         return OK
-    with screen.status(f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"):
+    with waiting(f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"):
         setup, memory, too_large = _rehearsed(arguments, known)
     one = predicted([setup], anchors, observations)[0]
     if arguments.save:

@@ -18,6 +18,8 @@ from paceline.errors import RequestError, did_you_mean
 from paceline.results import safe_text
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rich.console import Console
 
 DEFAULT_OUT = "results"
@@ -129,6 +131,11 @@ def console(*, stderr: bool = False) -> Console:
             discard_output()
 
     return PipedConsole(stderr=stderr)
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """Say what is waited for, on a terminal only, and beside what the command prints."""
+    return console(stderr=True).status(text)
 
 
 def storage_advice(error: OSError) -> str | None:
