@@ -14,19 +14,19 @@ import tempfile
 from multiprocessing import get_context
 from pathlib import Path
 
-from report import TIMED, _outcome, _timed, _write_run, timed_command
+from report import TIMED, _outcome, _timed, seal, timed_command, write_run
 
 from paceline.campaign.run.references import reference_of
 from paceline.experiment import expansion
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.results import store
-from paceline.results.records import GaugeSample, Status
+from paceline.results.records import GaugeSample
 
 STEPS, PER_NODE, READINGS = 100, 8, 20
 
 
-def write_run(folder: Path, ranks: int, steps: int = STEPS) -> Path:
+def write_large_run(folder: Path, ranks: int, steps: int = STEPS) -> Path:
     """One run of that many ranks and its reference; returns the directory of the run."""
     file = folder / "large.yaml"
     file.write_text(
@@ -34,12 +34,10 @@ def write_run(folder: Path, ranks: int, steps: int = STEPS) -> Path:
     )
     sizes = (f"nodes={ranks // PER_NODE}", f"processes={PER_NODE}")
     (spec,) = expansion.load(str(file), [f"steps={steps}", "reference_steps=10", *sizes])
-    for each in (reference_of(spec), spec):
-        _write_run(folder, each)
-    run_dir = folder / spec.experiment / spec.run_id
+    seal(write_run(folder, reference_of(spec)))
+    run_dir = write_run(folder, spec)
     _add_hosts(run_dir, spec)
-    columns = store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps
-    store.seal(run_dir, Status.OK, None, 0.0, 1.0, steps=columns)
+    seal(run_dir)
     return run_dir
 
 
@@ -54,7 +52,7 @@ def _add_hosts(run_dir: Path, spec: RunSpec) -> None:
         assert outcome.evidence is not None
         evidence = dataclasses.replace(outcome.evidence, window_began_at_s=0.5)
         store.write_outcome(run_dir, dataclasses.replace(outcome, host=host, evidence=evidence))
-        with (run_dir / f"samples-{rank}.jsonl").open("a") as lines:
+        with (run_dir / f"samples-gauges-{rank - rank % PER_NODE}.jsonl").open("a") as lines:
             for i in range(READINGS):
                 reading = GaugeSample(
                     rank=rank, host=host, at_s=2.5 * i, device=rank % PER_NODE, power_w=400.0 + i % 7,
@@ -69,9 +67,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             # In a process of its own: the peak of a command is at least what the process that starts it has in memory.
             with get_context("spawn").Pool(1) as one:
-                run_dir = one.apply(write_run, (Path(name), int(ranks), int(steps or STEPS)))
-            megabytes = round(sum(path.stat().st_size for path in run_dir.glob("samples-*")) / 1e6)
-            said = {"ranks": int(ranks), "steps": int(steps or STEPS), "sample_mb": megabytes}
+                run_dir = one.apply(write_large_run, (Path(name), int(ranks), int(steps or STEPS)))
+            megabytes = round(sum(path.stat().st_size for path in run_dir.iterdir()) / 1e6)
+            said = {"ranks": int(ranks), "steps": int(steps or STEPS), "stored_mb": megabytes}
             for formats in ("json and csv", "all"):
                 found = _timed(run_dir.parent, TIMED[formats])
                 print(json.dumps({**said, "command": f"report, {formats}", **found}), flush=True)

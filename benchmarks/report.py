@@ -33,10 +33,10 @@ def time_reports(runs: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_store(folder, runs, STEPS, RANKS)
-        size = sum(path.stat().st_size for path in folder.rglob("*.jsonl"))
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         for formats in TIMED:
             found = _timed(folder / "many", TIMED[formats])
-            print(json.dumps({"runs": runs, "sample_mb": round(size / 1e6), "formats": formats, **found}), flush=True)
+            print(json.dumps({"runs": runs, "stored_mb": round(size / 1e6), "formats": formats, **found}), flush=True)
 
 
 def _timed(directory: Path, formats: tuple[str, ...]) -> dict[str, Any]:
@@ -75,10 +75,11 @@ def write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
     ]  # fmt: skip
     specs = expansion.load(str(file), settings)[:runs]
     for spec in [*references_of(specs).values(), *specs]:
-        _write_run(folder, spec)
+        seal(write_run(folder, spec))
 
 
-def _write_run(folder: Path, spec: RunSpec) -> None:
+def write_run(folder: Path, spec: RunSpec) -> Path:
+    """What the ranks of a run leave, made up; returns its directory."""
     run_dir = store.create(folder, spec)
     noise = random.Random(spec.run_id)
     reduced = 4 * _parameters(spec)
@@ -93,6 +94,10 @@ def _write_run(folder: Path, spec: RunSpec) -> None:
             )  # fmt: skip
             lines.write(store.sample_line(wire))
         store.write_outcome(run_dir, _outcome(spec, rank))
+    return run_dir
+
+
+def seal(run_dir: Path) -> None:
     steps = store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps
     store.seal(run_dir, Status.OK, None, 0.0, 1.0, steps=steps)
 

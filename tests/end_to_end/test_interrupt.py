@@ -169,7 +169,7 @@ def test_the_report_regenerated_from_stored_data_is_the_stored_one(measured: Any
     [
         lambda run: (run / "spec.json").write_text("{"),
         lambda run: (run / "status.json").write_text("[]"),
-        lambda run: (run / "samples-0.jsonl").write_text('{"kind": "step"}\n'),
+        lambda run: (run / "steps.npy").write_bytes(b"\x93NUMPY"),
         lambda run: (run / "outcome-0.json").write_bytes(b"\xff\xfe\x00"),
         lambda run: (run / "spec.json").write_text(json.dumps({"schema": 99})),
     ],

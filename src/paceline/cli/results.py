@@ -53,6 +53,7 @@ def add_verbs(verbs: Any) -> None:
     add_report_options(verb)
     verb = add_verb(verbs, "show", show, "show one run: its settings, measurements and certificate")
     verb.add_argument("run", type=Path, metavar="RUN", help="a run directory: DIR/<experiment>/<run id>")
+    verb.add_argument("--samples", action="store_true", help="print its raw samples as JSON lines instead")
     verb = add_verb(verbs, "logs", logs, "print the output of all ranks of a run, on all nodes")
     verb.add_argument("run", type=Path, metavar="RUN", help="a run directory: DIR/<experiment>/<run id>")
     verb.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
@@ -318,11 +319,13 @@ def show(arguments: argparse.Namespace) -> int:
         print(safe_text.text(f"{arguments.run}: not finished (running or interrupted): {where}"))
         return SOME_FAILED
     try:
-        lines = run_lines(arguments.run)
+        if arguments.samples:
+            sys.stdout.writelines(store.sample_lines(store.read_run(arguments.run)))
+        else:
+            print("\n".join(run_lines(arguments.run)))
     except DamagedRunError as error:
         print(f"paceline: {safe_text.text(str(error))}. `paceline run` repeats it.", file=sys.stderr)
         return SOME_FAILED
-    print("\n".join(lines))
     return OK
 
 

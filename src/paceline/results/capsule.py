@@ -6,7 +6,7 @@ capsule/
   README.txt                  how to read it without Paceline
   versions.txt                packages of every host that took part
   experiments/<name>.yaml     the request, recreated from the specs
-  runs/<experiment>/<run_id>/ the run directories (`store`); logs only if requested
+  runs/<experiment>/<run_id>/ the run directories (`store`), steps as lines; logs only if requested
 
 The same runs give the same bytes. Every file is redacted before it is packed. Every file of a capsule is checked
 against the manifest before anything is used.
@@ -25,10 +25,12 @@ import re
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline import __version__
 from paceline.errors import DamagedRunError, PacelineError, RequestError, StoreError
@@ -36,8 +38,8 @@ from paceline.experiment import recipe
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.processes import is_running
-from paceline.results import safe_text, sealing, store
-from paceline.results.records import RunRecord
+from paceline.results import columns, safe_text, sealing, store
+from paceline.results.records import RunRecord, StepSample
 from paceline.results.tar_stream import TarStream, is_plain
 
 FORMAT, SCHEMA = "paceline-capsule", 1
@@ -50,9 +52,12 @@ _MOST_PADDING = 10_240
 _EXPECTED = "expected a file as written by `paceline capsule`"
 
 _KEPT = re.compile(
-    r"(spec|status)\.json|samples-((gauges-)?\d+(\.\d+)?|advice|attempts)\.jsonl|outcome-\d+\.json|machine-.+\.json"
+    r"(spec|status)\.json|samples-((gauges-)?\d+(\.\d+)?|advice|attempts|all)\.jsonl|outcome-\d+\.json|machine-.+\.json"
 )
 _LOGS = re.compile(r"log\.txt|job\.json|stack-\d+\.txt")
+
+# Where the content of a file of the capsule comes from.
+Entry: TypeAlias = Path | bytes | Callable[[], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +142,14 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _resealed(name: str, seal: bytes, files: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The seal of a packed run: without the files that are left out, and with the digests of redacted ones."""
+    """The seal of a packed run: without the files that are left out, and with the digests of redacted ones and of steps
+    as lines."""
     home = PurePosixPath(name).parent
     packed = {
         PurePosixPath(path).name: facts for path, facts in sorted(files.items()) if PurePosixPath(path).parent == home
     }
-    return sealing.text_of({**json.loads(seal), "files": packed}).encode()
+    fields = {key: value for key, value in json.loads(seal).items() if key != sealing.REPLACED}
+    return sealing.text_of({**fields, "files": packed}).encode()
 
 
 def references_beside(run: Path, record: RunRecord) -> tuple[list[RunRecord], list[str]]:
@@ -160,7 +167,7 @@ def references_beside(run: Path, record: RunRecord) -> tuple[list[RunRecord], li
     return references, unreadable
 
 
-def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes]:
+def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Entry]:
     """Every file of the capsule except the manifest, sorted by path: its content, or the file to read it from."""
     # One experiment file per experiment and kind of device; references follow from the other runs.
     groups: dict[tuple[str, str], list[RunSpec]] = {}
@@ -179,7 +186,7 @@ def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes
             lines.append(f"# {package} {version}" if package in ("python", "nccl") else f"{package}=={version}")
         blocks.append("\n".join(lines) + "\n")
     versions = "\n".join(blocks) or "# no machine was recorded\n"
-    entries: dict[str, Path | bytes] = {"README.txt": _README.encode(), "versions.txt": versions.encode()}
+    entries: dict[str, Entry] = {"README.txt": _README.encode(), "versions.txt": versions.encode()}
     for (name, device), specs in groups.items():
         stem = f"{name}-{device}" if names.count(name) > 1 else name
         entries[f"experiments/{stem}.yaml"] = recipe.text(specs).encode()
@@ -190,13 +197,33 @@ def _entries(records: Sequence[RunRecord], logs: bool) -> dict[str, Path | bytes
             # A link may lead to any file of this machine.
             if wanted and path.is_file() and not path.is_symlink():
                 entries[str(home / path.name)] = path
+        if (Path(record.path) / columns.OTHERS).is_file():
+            entries |= {str(home / f"samples-{rank}.jsonl"): lines for rank, lines in _step_lines(record.steps)}
     return dict(sorted(entries.items()))
 
 
-def _content(name: str, entry: Path | bytes) -> tuple[bytes, int]:
+def _step_lines(steps: Sequence[StepSample]) -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """The lines of each rank's steps, which a run that has columns instead does not have; made when they are packed."""
+    own: dict[int, list[range]] = {}
+    first = 0
+    for rank, group in groupby(step.rank for step in steps):
+        after = first + sum(1 for _ in group)
+        own.setdefault(rank, []).append(range(first, after))
+        first = after
+    for rank, parts in own.items():
+        yield rank, partial(_lines, steps, parts)
+
+
+def _lines(steps: Sequence[StepSample], parts: Sequence[range]) -> bytes:
+    return "".join(store.sample_line(steps[i]) for i in chain(*parts)).encode()
+
+
+def _content(name: str, entry: Entry) -> tuple[bytes, int]:
     """The redacted content of a file, and how many secrets were removed."""
     if isinstance(entry, bytes):
         return entry, 0
+    if not isinstance(entry, Path):
+        return entry(), 0
     return redaction.clean(PurePosixPath(name).name, entry.read_bytes(), where=str(entry))
 
 
@@ -223,7 +250,7 @@ def environments(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(distinct.values())
 
 
-def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str, Any]) -> str:
+def _write(target: Path, entries: Mapping[str, Entry], files: Mapping[str, Any]) -> str:
     """Write the archive and return its SHA-256. Names, owners and times do not depend on the host."""
     # Remove temporary files of killed processes.
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)")
@@ -387,6 +414,7 @@ runs/EXPERIMENT/RUN/        one directory per run:
   machine-HOST.json         processor, GPUs, driver, versions, variables that change speed
   samples-RANK.jsonl        one JSON object per line. "kind": "step" is one optimizer step of one rank: duration_s, its
                             phases, tokens, loss, grad_norm. A step takes as long as its slowest rank
+  samples-all.jsonl         samples other than steps, where the files of ranks have only steps
   samples-gauges-RANK.jsonl "kind": "gauge" is a GPU, or a host (device null), at one moment; read by that rank
   samples-RANK.N.jsonl      samples of the N-th attempt of a restarted run; the last measurement of a step counts
   outcome-RANK.json         how the rank ended, and the evidence that equal work was done

@@ -1,16 +1,12 @@
-"""The steps of a sealed run as columns: steps.npy, written with the seal from the lines of all ranks.
+"""The samples of a sealed run as columns: steps.npy has the steps of all ranks, samples-all.jsonl all other samples.
 
-The file is derived. A reader uses it instead of parsing the lines only if the seal says that it belongs to exactly
-these lines; otherwise the lines count. It is one NumPy record with an array per field, without the fields that have no
-value: `numpy.load("steps.npy")["duration_s"]`. Neither writing nor reading needs NumPy.
+Both are written with the seal, and replace the lines that ranks wrote. steps.npy is one NumPy record with an array per
+field, without the fields that have no value: `numpy.load("steps.npy")["duration_s"]`. Writing it does not need NumPy.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import json
-import re
 import struct
 import sys
 from array import array
@@ -22,69 +18,77 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import damaged
-from paceline.results.samples import STEP_LINE, Column, StepSeries, numbered, step_rules
+from paceline.results import sealing
+from paceline.results.samples import STEP_LINE, Column, StepSeries, numbered, step_rules, without_steps
 
-FILE = "steps.npy"
-# The field of the seal with the digest of the lines that the file was made from.
-SOURCE = "columns_of"
-_SAMPLES = re.compile(r"samples-.*\.jsonl")
+FILE, OTHERS = "steps.npy", "samples-all.jsonl"
 _MAGIC = b"\x93NUMPY\x01\x00"
 _ALIGNMENT = 64
 _NAMES = {"i": "<i4", "q": "<i8", "Q": "<u8", "d": "<f8"}
 _CODES = {name: code for code, name in _NAMES.items()}
 
 
-def write(run_dir: Path, steps: StepSeries) -> bool:
-    """Write the columns if they represent every value of every line exactly; returns whether they do."""
-    path = run_dir / FILE
-    path.unlink(missing_ok=True)
-    lines = sorted(run_dir.glob("samples-*.jsonl"))
+def write(run_dir: Path, steps: StepSeries) -> dict[str, int]:
+    """Write the samples of the run as columns; returns the files of lines that they replace, with their sizes.
+
+    Nothing is written, and the lines stay, if columns do not represent every value of every line exactly.
+    """
+    for name in (FILE, OTHERS):
+        (run_dir / name).unlink(missing_ok=True)
     kept = {name: steps.column(name) for name in StepSeries.FIELDS}
     kept = {name: column for name, column in kept.items() if not _is_absent(column)}
+    lines = sorted(run_dir.glob("samples-*.jsonl"))
     # Attempts are joined while lines are read, and on other machines arrays have other bytes.
     if not steps or any(map(numbered, lines)) or sys.byteorder != "little":
-        return False
+        return {}
     if not all(isinstance(column, array) for column in kept.values()):
-        return False
-    if sum(map(_step_lines, lines)) != len(steps):
-        return False
+        return {}
+    replaced: dict[str, int] = {}
+    others, count = [], 0
+    for path in lines:
+        content = path.read_bytes()
+        if own := (b"\n" + content).count(b"\n" + STEP_LINE.encode()):
+            # A line that was cut off is evidence, which only the lines have.
+            if not content.endswith(b"\n"):
+                return {}
+            count += own
+            others.append(without_steps(content))
+            replaced[path.name] = len(content)
+    if count != len(steps):
+        return {}
     fields = [(name, _NAMES[column.typecode], (len(steps),)) for name, column in kept.items()]  # type: ignore[union-attr]
     header = repr({"descr": fields, "fortran_order": False, "shape": ()})
     padding = -(len(_MAGIC) + 2 + len(header) + 1) % _ALIGNMENT
     text = f"{header}{' ' * padding}\n".encode()
     try:
-        with path.open("wb") as file:
+        with (run_dir / FILE).open("wb") as file:
             file.write(_MAGIC + struct.pack("<H", len(text)) + text)
             for column in kept.values():
                 file.write(memoryview(column))  # type: ignore[arg-type]
+        (run_dir / OTHERS).write_bytes(b"".join(part + b"\n" for part in others if part))
     except OSError:
         # The disk is full: the lines are enough, and the seal needs the room.
-        path.unlink(missing_ok=True)
-        return False
-    return True
-
-
-def _step_lines(path: Path) -> int:
-    return (b"\n" + path.read_bytes()).count(b"\n" + STEP_LINE.encode())
+        for name in (FILE, OTHERS):
+            (run_dir / name).unlink(missing_ok=True)
+        return {}
+    return replaced
 
 
 def _is_absent(column: Column) -> bool:
     return isinstance(column, list) and all(value is None for value in column)
 
 
-def source(files: Mapping[str, Any]) -> str:
-    """The digest of all lines of a run, from the entries of its seal."""
-    lines = {name: entry for name, entry in files.items() if _SAMPLES.fullmatch(name)}
-    return hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()
+def replace_lines(seal: Mapping[str, Any]) -> bool:
+    """Whether the steps of a run are columns; otherwise they are lines."""
+    return sealing.REPLACED in seal
 
 
 def read(run_dir: Path, seal: Mapping[str, Any], content: bytes | None = None) -> StepSeries | None:
-    """The steps of an intact run from its columns; None if it has none that belong to its lines.
+    """The steps of an intact run from its columns; None if its steps are lines.
 
     content: of the file, if it was read already.
     """
-    files = seal["files"]
-    if FILE not in files or seal.get(SOURCE) != source(files) or sys.byteorder != "little":
+    if not replace_lines(seal):
         return None
     try:
         columns, ranges = _parsed((run_dir / FILE).read_bytes() if content is None else content)
@@ -120,6 +124,8 @@ def _parsed(raw: bytes) -> tuple[dict[str, Column], Ranges]:
         column = array(_CODES[kind])
         end = position + length * column.itemsize
         column.frombytes(view[position:end])
+        if sys.byteorder == "big":
+            column.byteswap()
         if len(column) != length or length != len(next(iter(columns.values()), column)):
             raise ValueError(f"the length of {name}")
         columns[name], position = column, end

@@ -154,13 +154,12 @@ def step_rules() -> Mapping[str, Rule]:
 
 
 def others_of(paths: Sequence[Path], kept: Mapping[str, bytes]) -> list[Sample]:
-    """All samples but steps of a run in one attempt whose steps are known. kept: by file name, its lines
-    `without_steps`, if it was read already."""
+    """All samples of files without steps. kept: the content of files that were read already, by name."""
     try:
         # All files at once: most have a few such lines.
-        known = (kept.get(path.name) for path in paths)
-        lines = [without_steps(p.read_bytes()) if own is None else own for p, own in zip(paths, known, strict=True)]
-        rows = _parsed(b"\n".join(filter(None, lines)).decode())
+        contents = [kept[path.name] if path.name in kept else path.read_bytes() for path in paths]
+        # What follows the last line end was cut off, or is empty.
+        rows = _parsed(b"".join(content[: content.rfind(b"\n") + 1] for content in contents)[:-1].decode())
         fits = _fit(rows)
     except (OSError, ValueError, RecursionError, MemoryError):
         fits = False

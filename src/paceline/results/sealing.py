@@ -27,6 +27,8 @@ from paceline.errors import damaged
 from paceline.host.files import document_of, sync, write_atomically
 
 FILE, SPEC = "status.json", "spec.json"
+# The field with the files whose content is in others now, and their sizes: a process that was killed may leave them.
+REPLACED = "replaced"
 # Files that are read as results: one that the seal does not list was added later.
 READ = re.compile(r"spec\.json|clocks\.json|samples-.*\.jsonl|steps\.npy|outcome-.*\.json|machine-.*\.json")
 _LEFT_OUT = re.compile(rf"{re.escape(FILE)}|progress-.*|\..*")
@@ -45,12 +47,15 @@ _intact: dict[Path, dict[str, State]] = {}
 # --- writing ---
 
 
-def write(
-    run_dir: Path, body: Mapping[str, Any], about: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda files: {}
-) -> None:
+def write(run_dir: Path, body: Mapping[str, Any]) -> None:
     """Seal the directory. All files are on the disk before the seal gets its name, so a power loss leaves the whole run
-    or a run without a seal. about: more fields, from the entries of the files."""
-    paths = sorted(path for path in run_dir.iterdir() if path.is_file() and not _LEFT_OUT.fullmatch(path.name))
+    or a run without a seal. Files that `body` calls replaced are left out, and removed when the seal is there."""
+    replaced = body.get(REPLACED, {})
+    paths = sorted(
+        path
+        for path in run_dir.iterdir()
+        if path.is_file() and path.name not in replaced and not _LEFT_OUT.fullmatch(path.name)
+    )
     if run_dir / SPEC not in paths:
         # The disk of the run was unmounted: what is here now is another one.
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run_dir / SPEC))
@@ -61,7 +66,12 @@ def write(
             os.fsync(file.fileno())
     sync(run_dir)
     sync(run_dir.parent)
-    write_atomically(run_dir / FILE, text_of({**body, **about(files), "files": files}), durable=True)
+    write_atomically(run_dir / FILE, text_of({**body, "files": files}), durable=True)
+    for name, size in replaced.items():
+        # One that has grown meanwhile stays, and makes the run damaged.
+        with contextlib.suppress(OSError):
+            if (run_dir / name).stat().st_size == size:
+                (run_dir / name).unlink()
 
 
 def amend(run_dir: Path, **changes: Any) -> None:
@@ -91,26 +101,36 @@ def entry_of(file: BinaryIO, size: int | None = None) -> dict[str, Any]:
 Keep = Callable[[str, bytes], None]
 
 
-def read(run_dir: Path, keep: Keep | None = None, kept: re.Pattern[str] = READ) -> dict[str, Any]:
+def read(
+    run_dir: Path, keep: Keep | None = None, kept: Callable[[Mapping[str, Any]], re.Pattern[str]] = lambda body: READ
+) -> dict[str, Any]:
     """The fields of the seal of an intact run; DamagedRunError names the file that is not intact.
 
-    keep: for files with names like `kept`, so that they are not read twice. A directory that did not change is checked
-    once per process, and keep is not called then.
+    keep: for files with names like `kept` says for this seal, so that they are not read twice. A directory that did not
+    change is checked once per process, and keep is not called then.
     """
     body = _read(run_dir)
     names = os.listdir(run_dir)  # noqa: PTH208 - names are enough
     if run_dir not in _intact or _intact[run_dir] != {name: _state(os.lstat(run_dir / name)) for name in names}:
         _intact.pop(run_dir, None)
         began_ns = time.time_ns()
-        state = _check(run_dir, body, keep, kept)
+        state = _check(run_dir, body, keep, kept(body))
         for name in sorted({*names} - state.keys()):
-            if READ.fullmatch(name):
-                raise damaged(run_dir, f"{name} was added after the run ended")
             with contextlib.suppress(FileNotFoundError):
-                state[name] = _state(os.lstat(run_dir / name))
+                facts = os.lstat(run_dir / name)
+                if READ.fullmatch(name) and facts.st_size != _replaced(run_dir, body).get(name):
+                    raise damaged(run_dir, f"{name} was added after the run ended")
+                state[name] = _state(facts)
         if all(max(times) < began_ns - _SETTLED_NS for _, _, _, *times in state.values()):
             _intact[run_dir] = state
     return body
+
+
+def _replaced(run_dir: Path, body: Mapping[str, Any]) -> Mapping[str, object]:
+    replaced = body.get(REPLACED, {})
+    if not isinstance(replaced, dict):
+        raise damaged(run_dir, f"{FILE}: {REPLACED}: got a {type(replaced).__name__}, expected an object")
+    return replaced
 
 
 def _state(facts: os.stat_result) -> State:

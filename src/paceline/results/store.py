@@ -8,7 +8,7 @@ DIR/<experiment>/<run_id>/
   samples-gauges-<rank>.jsonl   readings of GPUs and host during the run (first rank of a host)
   samples-advice.jsonl    after an out-of-memory error: predictions for other settings (adviser)
   loadgen-*-<rank>.*  LoadGen's own logs, if it sent requests
-  steps.npy           the steps of all ranks as columns, made from the samples when the run is sealed
+  steps.npy, samples-all.jsonl    in a sealed run, instead of the samples of ranks: all steps as columns, all others
   log.txt             everything the processes printed
   clocks.json         clock offsets of other hosts, if some took part
   status.json         how it ended, with a digest of each file (controller, last): without it, not complete
@@ -135,14 +135,13 @@ def seal(
     steps: Sequence[StepSample] = (),
 ) -> None:
     """Write the last file of a run. lost: nodes that were lost and that the run continued without. steps: those of the
-    run if they were read already; later reads then take them from columns."""
+    run if they were read already; they are stored as columns then, instead of the lines of the ranks."""
     error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
     body |= {"lost_nodes": list(lost)} if lost else {}
-    if columns.write(run_dir, StepSeries.of(steps)):
-        sealing.write(run_dir, body, lambda files: {columns.SOURCE: columns.source(files)})
-    else:
-        sealing.write(run_dir, body)
+    if replaced := columns.write(run_dir, StepSeries.of(steps)):
+        body[sealing.REPLACED] = replaced
+    sealing.write(run_dir, body)
 
 
 def is_sealed(run_dir: Path) -> bool:
@@ -263,10 +262,10 @@ def read_run(run_dir: Path) -> RunRecord:
     def keep(name: str, content: bytes) -> None:
         # A document that is larger than any is rejected where it is read.
         if len(content) <= LARGEST_DOCUMENT_BYTES or not _DOCUMENTS.fullmatch(name):
-            kept[name] = samples.without_steps(content) if _SAMPLES.fullmatch(name) else content
+            kept[name] = content
 
-    has_columns = (run_dir / columns.FILE).is_file()
-    seal = sealing.read(run_dir, keep, sealing.READ if has_columns else _DOCUMENTS)
+    # Lines of steps are parsed where they are read: kept, they would take as much memory as the run.
+    seal = sealing.read(run_dir, keep, lambda body: sealing.READ if columns.replace_lines(body) else _DOCUMENTS)
     steps = columns.read(run_dir, seal, kept.pop(columns.FILE, None))
     record = _assemble(run_dir, _end_of(run_dir, seal), seal["files"], steps, kept)
     if run_dir.name != record.spec.run_id or run_dir.is_symlink():
@@ -281,6 +280,11 @@ _SAMPLES = re.compile(r"samples-.*\.jsonl", re.DOTALL)
 _OUTCOME = re.compile(r"outcome-.*\.json", re.DOTALL)
 _MACHINE = re.compile(r"machine-.*\.json", re.DOTALL)
 _DOCUMENTS = re.compile(rf"spec\.json|{_OUTCOME.pattern}|{_MACHINE.pattern}", re.DOTALL)
+
+
+def read_columns(run_dir: Path) -> StepSeries | None:
+    """The steps of a finished run if they are stored as columns; DamagedRunError as in `read_run`."""
+    return columns.read(run_dir, sealing.read(run_dir))
 
 
 def read_end(run_dir: Path) -> End:
@@ -322,7 +326,9 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
     DamagedRunError if a file that a rank left cannot be used.
     """
     end = End(status=Status.OK, error=None, started_at=started_at, ended_at=ended_at)
-    return _assemble(run_dir, end, os.listdir(run_dir))  # noqa: PTH208 - names are enough
+    # The columns are of a controller that was killed before it sealed the run: the lines are still there.
+    names = {*os.listdir(run_dir)} - {columns.OTHERS}  # noqa: PTH208 - names are enough
+    return _assemble(run_dir, end, names)
 
 
 def _assemble(
@@ -333,7 +339,7 @@ def _assemble(
     kept: Mapping[str, bytes] = MappingProxyType({}),
 ) -> RunRecord:
     """names: of the files of the run. steps: those of the run, if they need not be read from its lines. kept: the
-    content of files that were read already; of samples, the lines that are not steps."""
+    content of files that were read already."""
     paths = [run_dir / name for name in sorted(filter(_SAMPLES.fullmatch, names))]
     joined = samples.read(paths) if steps is None else samples.Joined([], [], samples.others_of(paths, kept))
     by_kind: dict[str, list[Sample]] = {}
@@ -504,6 +510,13 @@ def sample_line(sample: Sample) -> str:
 
 
 _NAMES = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in SAMPLE_TYPES.items()}
+
+
+def sample_lines(record: RunRecord) -> Iterator[str]:
+    """The samples of a run as lines like those that its ranks wrote, wherever they are stored: steps, then the others
+    by kind. Of a restarted run, those that count."""
+    for field in ("steps", *_FIELDS):
+        yield from map(sample_line, getattr(record, field))
 
 
 def run_dirs(directory: Path) -> list[Path]:

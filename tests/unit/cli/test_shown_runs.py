@@ -73,6 +73,18 @@ def test_the_verb_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "node-0" in told
 
 
+def test_the_raw_samples_of_a_sealed_run_are_printed_as_lines(
+    tmp_path: Path, make_spec: Any, make_run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, make_spec("ddp", 2))
+    written = [line for path in sorted(run_dir.glob("samples-*.jsonl")) for line in path.open()]
+    record = store.read_run(run_dir)
+    store.seal(run_dir, record.status, None, record.started_at, record.ended_at, steps=record.steps)
+    assert not list(run_dir.glob("samples-[0-9].jsonl"))
+    assert cli.main(["show", str(run_dir), "--samples"]) == 0
+    assert capsys.readouterr().out.splitlines(keepends=True) == written
+
+
 def test_the_first_line_names_what_below_it_is_not_ok() -> None:
     made = record([request(0)])
     light = LaunchTrust(level="red", reasons=("other processes used 1.9 of 2 cores",))

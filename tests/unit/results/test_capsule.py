@@ -54,6 +54,22 @@ def runs(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, reseal: Reseal)
     return out
 
 
+def test_steps_stored_as_columns_are_packed_as_lines(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
+    """Whoever opens a capsule years later needs neither Paceline nor NumPy."""
+    run_dir = make_run(tmp_path / "results", make_spec("ddp", 2))
+    lines = [path.read_text() for path in sorted(run_dir.glob("samples-*.jsonl"))]
+    record = store.read_run(run_dir)
+    store.seal(run_dir, record.status, None, record.started_at, record.ended_at, steps=record.steps)
+    packed = capsule.pack(tmp_path / "results", tmp_path / "c.tar.gz")
+    assert not any(name.endswith(".npy") for name in names(packed.path))
+    capsule.verify(packed.path, packed.digest)
+    (read,), skipped = capsule.read_runs(packed.path)
+    assert (list(read.steps), skipped) == (list(record.steps), [])
+    capsule.unpack(packed.path, tmp_path / "unpacked")
+    unpacked = sorted((tmp_path / "unpacked").rglob("samples-[0-9].jsonl"))
+    assert [path.read_text() for path in unpacked] == lines
+
+
 def names(path: Path) -> list[str]:
     with tarfile.open(path) as tar:
         return [member.name for member in tar]

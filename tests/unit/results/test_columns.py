@@ -1,4 +1,4 @@
-"""Columns of a sealed run: the same steps as its lines, used only while they belong to these lines."""
+"""Columns of a sealed run: the same samples as the lines that they replace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import DamagedRunError
 from paceline.results import columns, samples, sealing, store
-from paceline.results.records import MemorySample, RunRecord, Status
+from paceline.results.records import GaugeSample, MemorySample, RunRecord, Status
 
 Make = Callable[..., Any]
 MEMORY = MemorySample(
@@ -21,31 +21,95 @@ MEMORY = MemorySample(
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, make_spec: Make, make_run: Make) -> Path:
-    """A run that the controller has read and sealed."""
+def unsealed(tmp_path: Path, make_spec: Make, make_run: Make) -> Path:
     folder: Path = make_run(tmp_path, make_spec("ddp", 2))
+    (folder / sealing.FILE).unlink()
     with (folder / "samples-1.jsonl").open("a") as lines:
         lines.write(store.sample_line(MEMORY))
-    seal_with_columns(folder)
     return folder
 
 
-def seal_with_columns(folder: Path) -> None:
-    steps = store.read_unsealed(folder, started_at=0.0, ended_at=1.0).steps
-    store.seal(folder, Status.OK, None, 0.0, 1.0, steps=steps)
+@pytest.fixture
+def run_dir(unsealed: Path) -> Path:
+    """A run that the controller has read and sealed."""
+    seal(unsealed)
+    return unsealed
+
+
+def seal(folder: Path) -> None:
+    store.seal(folder, Status.OK, None, 0.0, 1.0, steps=from_lines(folder).steps)
 
 
 def from_lines(folder: Path) -> RunRecord:
     return store.read_unsealed(folder, started_at=0.0, ended_at=1.0)
 
 
-def test_columns_are_read_instead_of_the_lines(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = from_lines(run_dir)
-    monkeypatch.setattr(samples, "collect", lambda *_: pytest.fail("a step was parsed"))
-    record = store.read_run(run_dir)
+def test_columns_replace_the_lines(unsealed: Path) -> None:
+    expected = from_lines(unsealed)
+    seal(unsealed)
+    assert not {path.name for path in unsealed.iterdir()} & {"samples-0.jsonl", "samples-1.jsonl"}
+    record = store.read_run(unsealed)
     assert list(record.steps) == list(expected.steps)
     assert len(record.steps) == 2 * record.spec.steps
     assert record.memory == expected.memory == (MEMORY,)
+
+
+def test_samples_can_be_written_as_lines_again(unsealed: Path) -> None:
+    written = [line for name in ("samples-0.jsonl", "samples-1.jsonl") for line in (unsealed / name).open()]
+    seal(unsealed)
+    assert sorted(store.sample_lines(store.read_run(unsealed))) == sorted(written)
+
+
+@pytest.mark.parametrize("seals_again", [True, False])
+def test_a_controller_that_was_killed_while_it_sealed(
+    unsealed: Path, monkeypatch: pytest.MonkeyPatch, seals_again: bool
+) -> None:
+    """Before the seal was written the lines count; afterwards those that it did not remove any more are ignored."""
+    expected = from_lines(unsealed)
+    lines = {path: path.read_text() for path in unsealed.glob("samples-*.jsonl")}
+    if seals_again:
+        with monkeypatch.context() as patch:
+            patch.setattr(sealing, "write_atomically", lambda *_, **__: pytest.fail("killed"))
+            with pytest.raises(pytest.fail.Exception):
+                seal(unsealed)
+        assert (unsealed / columns.OTHERS).exists()
+        again = from_lines(unsealed)
+        assert (list(again.steps), again.memory) == (list(expected.steps), expected.memory)
+    seal(unsealed)
+    for path, text in lines.items():
+        path.write_text(text)
+    record = store.read_run(unsealed)
+    assert (list(record.steps), record.memory) == (list(expected.steps), expected.memory)
+
+
+def test_a_line_that_came_while_the_run_was_sealed_is_damage(unsealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = unsealed / "samples-1.jsonl"
+
+    def write_late(path: Path, text: str, durable: bool) -> None:
+        path.write_text(text)
+        with late.open("a") as lines:
+            lines.write(store.sample_line(MEMORY))
+
+    monkeypatch.setattr(sealing, "write_atomically", write_late)
+    seal(unsealed)
+    with pytest.raises(DamagedRunError, match=r"samples-1\.jsonl was added after the run ended"):
+        store.read_run(unsealed)
+
+
+def test_a_line_that_was_cut_off_stays(unsealed: Path) -> None:
+    with (unsealed / "samples-1.jsonl").open("a") as lines:
+        lines.write('{"kind": "st')
+    seal(unsealed)
+    assert (unsealed / "samples-1.jsonl").exists()
+    assert len(store.read_run(unsealed).steps) == len(from_lines(unsealed).steps)
+
+
+def test_a_reading_that_was_cut_off_is_left_out(unsealed: Path) -> None:
+    """A host's gauges end when their thread is stopped."""
+    gauge = GaugeSample(rank=0, host="a", at_s=1.0, device=None)
+    (unsealed / "samples-gauges-0.jsonl").write_text(store.sample_line(gauge) + '{"kind": "gau')
+    seal(unsealed)
+    assert store.read_run(unsealed).gauges == (gauge,)
 
 
 def test_a_series_is_handed_over_without_what_was_derived(run_dir: Path) -> None:
@@ -104,29 +168,27 @@ def test_the_lines_of_a_file_that_are_not_steps(content: bytes, expected: bytes)
 
 
 @pytest.mark.parametrize("name", ["samples-0.1.jsonl", "samples-attempts.jsonl"])
-def test_a_run_with_lost_attempts_has_no_columns(run_dir: Path, name: str) -> None:
-    steps = from_lines(run_dir).steps
-    (run_dir / name).write_text("")
-    assert not columns.write(run_dir, samples.StepSeries.of(steps))
+def test_a_run_with_lost_attempts_has_no_columns(unsealed: Path, name: str) -> None:
+    steps = from_lines(unsealed).steps
+    (unsealed / name).write_text("")
+    assert not columns.write(unsealed, samples.StepSeries.of(steps))
 
 
-def test_lines_that_were_sealed_again_count(run_dir: Path, reseal: Make) -> None:
-    lines = run_dir / "samples-0.jsonl"
-    lines.write_text(lines.read_text().replace('"duration_s": 0.5', '"duration_s": 0.25'))
+def test_a_step_beside_the_columns_is_damage(run_dir: Path, make_step: Make, reseal: Make) -> None:
+    (run_dir / columns.OTHERS).write_text(store.sample_line(make_step(0, 0)))
     reseal(run_dir)
-    assert store.read_run(run_dir).steps[0].duration_s == 0.25
+    with pytest.raises(DamagedRunError, match="a step is not among the columns"):
+        store.read_run(run_dir)
 
 
-def test_columns_that_were_added_or_changed_are_damage(run_dir: Path, reseal: Make) -> None:
+def test_columns_that_were_changed_or_removed_are_damage(run_dir: Path, reseal: Make) -> None:
     content = (run_dir / columns.FILE).read_bytes()
     (run_dir / columns.FILE).write_bytes(content[:-1] + b"\x01")
     with pytest.raises(DamagedRunError, match=r"steps\.npy was changed after the run ended"):
         store.read_run(run_dir)
     (run_dir / columns.FILE).unlink()
     reseal(run_dir)
-    assert store.read_run(run_dir).status is Status.OK
-    (run_dir / columns.FILE).write_bytes(content)
-    with pytest.raises(DamagedRunError, match=r"steps\.npy was added"):
+    with pytest.raises(DamagedRunError, match=r"steps\.npy cannot be read"):
         store.read_run(run_dir)
 
 
@@ -142,9 +204,9 @@ def test_columns_that_were_added_or_changed_are_damage(run_dir: Path, reseal: Ma
     ],
 )
 def test_forged_columns_are_damage(run_dir: Path, change: Callable[[bytes], bytes], what: str) -> None:
-    """Under a seal that says that they belong to the lines."""
+    """Under a new seal."""
     raw = (run_dir / columns.FILE).read_bytes()
-    body = {key: value for key, value in sealing.read(run_dir).items() if key not in ("files", "seal")}
+    body = sealing.read(run_dir)
     (run_dir / columns.FILE).write_bytes(change(raw))
     sealing.write(run_dir, body)
     with pytest.raises(DamagedRunError, match=what):

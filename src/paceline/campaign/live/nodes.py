@@ -7,6 +7,7 @@ costs little: only what was added since the last look is read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from paceline.campaign.live.logs import GrowingFile
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StoreError
 from paceline.experiment.spec import RunSpec
 from paceline.host.gauges import HEAT_REASONS
 from paceline.results import campaign_file, safe_text, store
@@ -258,8 +259,13 @@ class RunWatch:
                 self._nodes[name] = _NodeFile(self.run_dir / name, int(match[1]))
 
     def last_steps(self) -> list[Step]:
-        """The steps that were written after the last look."""
-        return list(self._new_steps())
+        """The steps that were written after the last look. The seal of a run replaces the lines that have them."""
+        rest = list(self._new_steps())
+        with contextlib.suppress(StoreError):
+            sealed = store.read_columns(self.run_dir) if store.is_sealed(self.run_dir) else None
+            own = [step for step in sealed or () if step.rank == 0]
+            rest += [Step(step.step, step.duration_s, step.loss) for step in own[len(self.history) + len(rest) :]]
+        return rest
 
     def _new_steps(self) -> Iterable[Step]:
         for line in self._samples.take(is_last=False):
