@@ -240,14 +240,14 @@ def _explained(found: StepDifference) -> str:
 
 
 def _unexplained(found: StepDifference) -> str:
+    scatter = f"the scatter of so few steps (±{milliseconds(found.noise_s)})"
+    if found.difference_s <= found.noise_s:
+        return f"That is within {scatter}, so no cause is named."
     differ = f"The profiled steps differ by {milliseconds(abs(found.profiled_s))}"
     share = (
         f", {_percent(found.profiled_s / found.difference_s)} of that" if found.profiled_s >= 0 else " the other way"
     )
-    scatter = f"the scatter of so few steps (±{milliseconds(found.noise_s)})"
-    if found.difference_s <= found.noise_s:
-        why = f"; all of it is within {scatter}"
-    elif abs(found.unexplained_s) <= (1 - LEAST_EXPLAINED) * found.difference_s:
+    if abs(found.unexplained_s) <= (1 - LEAST_EXPLAINED) * found.difference_s:
         few = f"the terms beyond {scatter} are less than half of it"
         why = f", but {few if _named(found.terms, found.noise_s) else f'no term is beyond {scatter}'}"
     else:
