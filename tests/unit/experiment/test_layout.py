@@ -101,6 +101,16 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ),
         ("mesh:tp=2,async_tp=true", {"processes": 2}, "symmetric memory"),
         ("mesh:schedule=zbv", {"processes": 2}, "schedule=zbv has no effect with pp 1; leave it out"),
+        *(
+            (
+                f"mesh:pp=2,schedule={schedule}",
+                {"processes": 2, "accumulation": 4, "model": "tiny:layers=4", "checkpointing": checkpointing},
+                f"the schedule {schedule} splits the backward pass, which activation checkpointing does not support",
+            )
+            for schedule, checkpointing in (("zbv", "full"), ("interleaved-zero-bubble", "selective"))
+        ),
+        ("ddp:static_graph=true", {"processes": 2, "accumulation": 2}, "cannot accumulate gradients without reducing"),
+        ("ddp:static_graph=true,find_unused_parameters=true", {"processes": 2}, "leave out find_unused_parameters"),
         ("mesh:ep=2,micro_batches=3", {"processes": 2, "model": "tiny-moe"}, "micro_batches=3 has no effect with pp 1"),
         ("mesh:attention=ulysses", {"processes": 2}, "attention=ulysses has no effect with cp 1"),
         ("mesh:sequence=false", {"processes": 2}, "sequence=false has no effect with tp 1"),

@@ -171,8 +171,13 @@ def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
         return (
             "async_tp is a pass of torch.compile over sequence parallel layers: it needs tp > 1, sequence and compile"
         )
-    if spec.training.compile and chosen.pp > 1 and chosen.schedule in SPLIT_BACKWARD:
-        return f"the schedule {chosen.schedule} splits the backward pass, which torch.compile does not support"
+    if chosen.pp > 1 and chosen.schedule in SPLIT_BACKWARD:
+        splits = f"the schedule {chosen.schedule} splits the backward pass"
+        if spec.training.compile:
+            return f"{splits}, which torch.compile does not support"
+        if spec.training.checkpointing != "none":
+            # `full` recomputes a block up to three times, `selective` fails.
+            return f"{splits}, which activation checkpointing does not support; use checkpointing none or schedule=1f1b"
     wanted = spec.training.compilation
     if wanted is not None and wanted.scope == ("block" if chosen.tp > 1 else "model"):
         unit = "stage by stage (its hooks belong in one graph)" if chosen.tp > 1 else "block by block"
