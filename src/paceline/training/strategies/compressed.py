@@ -83,6 +83,11 @@ def approximation(options: Mapping[str, Any]) -> str:
     }[chosen.method]
 
 
+def averages_every(options: Mapping[str, Any]) -> int:
+    chosen = Options(**options)
+    return chosen.every if chosen.method in LOCAL else 1
+
+
 def sharded_parts(options: Mapping[str, Any]) -> int:
     return 0
 

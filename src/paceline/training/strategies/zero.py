@@ -156,6 +156,11 @@ def approximation(options: Mapping[str, Any]) -> str | None:
     return " and ".join(parts) or None
 
 
+def approximates_loss(options: Mapping[str, Any]) -> bool:
+    """Weights that were gathered in 8 bit give another loss."""
+    return options.get("qwz") is True
+
+
 def sharded_parts(options: Mapping[str, Any]) -> int | None:
     stage = options.get("stage", 1)
     return stage if stage in (1, 2, 3) else None

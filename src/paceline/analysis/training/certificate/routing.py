@@ -77,11 +77,13 @@ def _summed(total: Mapping[tuple[str, int], float]) -> Decisions:
 def router_decisions(run: Observed, standard: Standard) -> Check | None:
     """Each token chose as many experts as the model says, with weights that sum as in the reference, and the choices
     are the reference's, but for as many as rounding explains. Steps that the reference does not have are compared with
-    the other configurations."""
+    the other configurations. A strategy that approximates gradients decides as the reference until its first update."""
     shape, plain = run.record.shape, standard.plain
     if not shape.experts or plain is None or not plain.record.routings:
         return None
     parts, known, limits = _by_part(run), _compared_decisions(run, standard), _limits(run, standard)
+    if run.spec.approximation is not None:
+        known = {key: base for key, base in known.items() if key[0] == min(run.steps, default=0)}
     length, chosen = run.spec.training.sequence_length, shape.experts_per_token or 0
     tokens = run.spec.tokens_per_step
     layers = range(shape.layers)
