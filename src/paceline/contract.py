@@ -165,7 +165,9 @@ class Strategy(Protocol):
     using a device. Ranks on a CPU are forked from a process that has called it (see `launchers.local`).
 
     A strategy that changes the arithmetic on purpose has `approximation(options)`, which says in words how, or returns
-    None if these options do not. Its runs are then not equal work (see docs/compression.md).
+    None if these options do not. Its runs are then not equal work (see docs/compression.md). It may also have
+    `approximates_loss(options)`, true if the loss of given weights is not exact either, and `averages_every(options)`,
+    the number of steps after which all ranks have the same weights, if that is not every step.
     """
 
     def check(self, spec: RunSpec) -> str | None: ...

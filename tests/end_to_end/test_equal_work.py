@@ -24,8 +24,10 @@ ZERO_3_GATHERS_TWICE = "zero:stage=3,persistence_threshold=0,max_live_parameters
 STRATEGIES = ("ddp", "fsdp2", "zero:stage=1", "zero:stage=2", ZERO_3)
 SYNCS_ALWAYS = "fsdp2:sync_every_micro_batch=true"
 OFFLOADED = "zero:stage=3,offload=cpu,prefetch_bucket=1000"
-MORE = (OFFLOADED, "ddp:gradient_as_bucket_view=false") if EXHAUSTIVE else ()
+MORE = (OFFLOADED, "ddp:gradient_as_bucket_view=false", "ddp:find_unused_parameters=true") if EXHAUSTIVE else ()
 VARIANTS = (SYNCS_ALWAYS, ZERO_3_GATHERS_TWICE, *MORE)
+# It does not accumulate.
+STATIC = "ddp:static_graph=true"
 # tests/adversary has both kinds with DDP, tests/end_to_end/test_memory_runs.py the first with FSDP2.
 CHECKPOINTED = {"ddp": "selective", "fsdp2": "full"} if EXHAUSTIVE else {}
 # Those that one process has, too: torch's and DeepSpeed's.
@@ -41,6 +43,7 @@ def equal(campaign: Callable[..., Any]) -> Any:
     matrix = [
         {"strategy": [*STRATEGIES, *VARIANTS]},
         {"strategy": list(ALONE), "processes": [1], "micro_batch": [8]},
+        {"strategy": [STATIC], "micro_batch": [4]},
         *({"strategy": [name], "checkpointing": [how]} for name, how in CHECKPOINTED.items()),
     ]
     return campaign("equal", matrix, profiled=PROFILED, micro_batch=2)
@@ -60,7 +63,7 @@ def losses(record: RunRecord) -> list[float]:
 
 def test_every_run_is_ok_and_valid(equal: Any) -> None:
     assert equal.code == 0, equal.stdout + equal.stderr
-    assert len(runs(equal)) == len(STRATEGIES) + len(VARIANTS) + len(ALONE) + len(CHECKPOINTED)
+    assert len(runs(equal)) == len(STRATEGIES) + len(VARIANTS) + len(ALONE) + 1 + len(CHECKPOINTED)
     assert {record.status for record in equal.records} == {"ok"}
     certificates = equal.report["certificates"]
     assert len(certificates) == len(runs(equal))

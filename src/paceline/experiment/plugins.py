@@ -73,6 +73,8 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "wire_bytes": ("traffic",),
         "reductions_per_step": ("options", "accumulation"),
         "approximation": ("options",),
+        "approximates_loss": ("options",),
+        "averages_every": ("options",),
         "inline": ("options",),
         "layout": ("options", "world_size"),
         "expand": ("name", "options", "nodes", "processes_per_node"),

@@ -126,8 +126,9 @@ class OperationSample:
     """Operators of one kind on one rank during one audited step, after the timed window.
 
     operation: `product` (work: FLOPs), `attention` and `activation` (work: output elements), `embedding` (work: token
-    ids looked up), `cast` (work: elements) or `update`, an optimizer step (work: weights; squares: the sum of squares
-    of the gradients it was given). dtype: of the operands, or of the result for a cast.
+    ids looked up), `cast` (work: elements), `narrow`, a factor of an 8-bit product whose values use less than half of
+    the range (work: elements), or `update`, an optimizer step (work: weights; squares: the sum of squares of the
+    gradients it was given). dtype: of the operands, or of the result for a cast.
     """
 
     kind: ClassVar[str] = "operation"

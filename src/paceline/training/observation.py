@@ -201,6 +201,23 @@ def _copies(gradient: Any) -> int:
     return copies
 
 
+def is_8bit_float(dtype: Any) -> bool:
+    return bool(dtype.is_floating_point and dtype.itemsize == 1)
+
+
+def fills_range(matrix: Tensor, chunk: int = 1 << 24) -> bool:
+    """Whether the largest value of an 8-bit matrix is at least half of the largest of its format, as a scale that was
+    made for these values leaves it; true for zeros."""
+    import torch
+
+    # Without the sign, the bits of larger values are larger numbers; a copy of one byte per element in parts.
+    rows = max(1, chunk // max(1, matrix.shape[-1]))
+    parts: Any = torch.split(matrix.detach(), rows)
+    largest = max(int(part.view(torch.uint8).bitwise_and(127).max()) for part in parts)
+    half = torch.tensor(torch.finfo(matrix.dtype).max / 2).to(matrix.dtype).view(torch.uint8)
+    return largest == 0 or largest >= int(half)
+
+
 class Audit:
     """Counts the collectives and the operators of a step; see `OperationSample` for the kinds."""
 
@@ -269,6 +286,9 @@ class Audit:
             self._count("product", left.dtype, 2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1))
             if right.dtype != left.dtype:
                 self._count("product", right.dtype, 0)
+            for factor in (left, right):
+                if is_8bit_float(factor.dtype) and not fills_range(factor):
+                    self._count("narrow", factor.dtype, factor.numel())
         elif operator.startswith(_ATTENTION) and "backward" not in operator:
             self._count("attention", args[0].dtype, result[0].numel())
         elif operator in _ACTIVATIONS:

@@ -101,10 +101,32 @@ def test_ranks_that_split_a_model_share_their_samples(make_spec: Callable[..., R
         ),
         ("mesh:tp=2,async_tp=true", {"processes": 2}, "symmetric memory"),
         ("mesh:schedule=zbv", {"processes": 2}, "schedule=zbv has no effect with pp 1; leave it out"),
+        *(
+            (
+                f"mesh:pp=2,schedule={schedule}",
+                {"processes": 2, "accumulation": 4, "model": "tiny:layers=4", "checkpointing": checkpointing},
+                f"the schedule {schedule} splits the backward pass, which activation checkpointing does not support",
+            )
+            for schedule, checkpointing in (("zbv", "full"), ("interleaved-zero-bubble", "selective"))
+        ),
+        ("ddp:static_graph=true", {"processes": 2, "accumulation": 2}, "cannot accumulate gradients without reducing"),
+        ("ddp:static_graph=true,find_unused_parameters=true", {"processes": 2}, "leave out find_unused_parameters"),
         ("mesh:ep=2,micro_batches=3", {"processes": 2, "model": "tiny-moe"}, "micro_batches=3 has no effect with pp 1"),
         ("mesh:attention=ulysses", {"processes": 2}, "attention=ulysses has no effect with cp 1"),
         ("mesh:sequence=false", {"processes": 2}, "sequence=false has no effect with tp 1"),
         ("mesh:reshard_after_forward=false", {"processes": 2}, "reshard_after_forward=false has no effect with shard"),
+        ("mesh:shard=2,reshard_to=2", {"processes": 2}, "reshard_to 2 is shard itself, so it has no effect"),
+        (
+            "mesh:shard=4,reshard_to=2,reshard_after_forward=false",
+            {"processes": 4},
+            "reshard_after_forward=false has no effect with reshard_to; leave it out",
+        ),
+        (
+            "mesh:pp=2,shard=2,reshard_after_forward=false",
+            {"processes": 4, "accumulation": 2},
+            "reshard_after_forward=false has no effect with a pipeline",
+        ),
+        ("mesh:tp=2,sync_every_micro_batch=true", {"processes": 2}, "dp x cp ranks, of which there is 1; leave it out"),
         ("mesh:ep=2", {"processes": 2}, "ep 2 needs a mixture of experts, which tiny-llama is not"),
         ("mesh:ep=3", {"processes": 3, "model": "tiny-moe"}, "ep 3 does not divide the 4 experts of tiny-moe"),
         ("mesh:dp=2,cp=2,ep=8", {"processes": 4, "model": "tiny-moe:experts=8"}, "does not divide dp 2 x cp 2 = 4"),

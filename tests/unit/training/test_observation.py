@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.training.observation import Audit, WindowWatch, movements  # noqa: E402
+from paceline.training.observation import Audit, WindowWatch, fills_range, movements  # noqa: E402
 
 
 def stepped(watch: WindowWatch, optimizer: Any, steps: range) -> None:
@@ -31,6 +31,23 @@ def test_every_parameter_group_is_seen_with_its_steps() -> None:
     seen = [(g["lr"], g["weight_decay"], g["elements"], g["first_step"], g["steps"]) for g in watch.groups]
     assert seen == [(0.1, 0.01, 12, 0, 5), (0.1, 0.0, 3, 0, 3), (0.05, 0.0, 3, 3, 2)]
     assert watch.groups[0]["betas[1]"] == 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_factors_in_8_bit_that_leave_half_of_the_range_unused(dtype: Any) -> None:
+    """A scale for other values leaves the largest too small; the largest may be negative, and zeros have none."""
+    largest = torch.finfo(dtype).max
+    for value, expected in ((largest, True), (-largest, True), (largest / 2, True), (largest / 3, False), (0.0, True)):
+        matrix = torch.full((3, 16), value / 10).to(dtype)
+        matrix[1, 2] = value
+        assert fills_range(matrix) is expected, value
+        assert fills_range(matrix.t(), chunk=3) is expected, value
+    audit, one = Audit(), torch.ones(())
+    full, narrow = (torch.full((16, 16), x).to(torch.float8_e4m3fn) for x in (448.0, 100.0))
+    with audit.watching():
+        torch._scaled_mm(narrow, full.t(), one, one, out_dtype=torch.bfloat16)
+    seen = {(s.operation, s.dtype): (s.calls, s.work) for s in audit.samples(0, 0)}
+    assert seen["narrow", "float8_e4m3fn"] == (1, 256)
 
 
 def test_a_switch_that_changes_in_between_is_seen_even_if_it_is_reset() -> None:

@@ -23,6 +23,14 @@ SHORT_NAMES = {
 METHODS = ("fp16", "bf16", *SHORT_NAMES)
 # Ranks have different weights between two averages.
 LOCAL = ("localsgd", "diloco")
+# The methods that each option is for.
+METHODS_OF = {
+    "rank": ("powersgd",),
+    "start": ("powersgd", "signsgd"),
+    "every": LOCAL,
+    "outer_rate": ("diloco",),
+    "outer_momentum": ("diloco",),
+}
 DEFAULT_BUCKET_MB = 25.0
 
 
@@ -58,6 +66,11 @@ def expand(name: str, options: Mapping[str, Any], nodes: int, processes_per_node
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
+    for name, methods in METHODS_OF.items():
+        if chosen.method not in methods and getattr(chosen, name) != getattr(Options, name):
+            return (
+                f"{name} is an option of {' and '.join(methods)} and has no effect with {chosen.method}; leave it out"
+            )
     if spec.training.precision.reduce != "fp32":
         return f"{chosen.method} compresses fp32 gradients, got reduce_dtype {spec.training.precision.reduce}"
     if spec.training.precision.compute == "fp16":
@@ -81,6 +94,11 @@ def approximation(options: Mapping[str, Any]) -> str:
         "localsgd": f"weights averaged every {chosen.every} steps instead of gradients in every step",
         "diloco": f"weights averaged every {chosen.every} steps, with an outer Nesterov step",
     }[chosen.method]
+
+
+def averages_every(options: Mapping[str, Any]) -> int:
+    chosen = Options(**options)
+    return chosen.every if chosen.method in LOCAL else 1
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int:

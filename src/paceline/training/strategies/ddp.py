@@ -28,7 +28,15 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
-    parse_options(Options, spec.strategy)
+    chosen = parse_options(Options, spec.strategy)
+    if chosen.static_graph and chosen.find_unused_parameters:
+        return "static_graph finds unused parameters by itself; leave out find_unused_parameters"
+    if chosen.static_graph and spec.training.accumulation > 1:
+        # Its reducer fails in the first step, and where that is avoided it reduces nothing from the second step on.
+        return (
+            "torch's static_graph cannot accumulate gradients without reducing them, got accumulation "
+            f"{spec.training.accumulation}; use accumulation 1, or leave out static_graph"
+        )
     return compilation.refusal(spec.training.compilation, "ddp", spec.topology.device, per_block=False, graphs=True)
 
 

@@ -171,8 +171,13 @@ def _unsupported_training(spec: RunSpec, chosen: Options) -> str | None:
         return (
             "async_tp is a pass of torch.compile over sequence parallel layers: it needs tp > 1, sequence and compile"
         )
-    if spec.training.compile and chosen.pp > 1 and chosen.schedule in SPLIT_BACKWARD:
-        return f"the schedule {chosen.schedule} splits the backward pass, which torch.compile does not support"
+    if chosen.pp > 1 and chosen.schedule in SPLIT_BACKWARD:
+        splits = f"the schedule {chosen.schedule} splits the backward pass"
+        if spec.training.compile:
+            return f"{splits}, which torch.compile does not support"
+        if spec.training.checkpointing != "none":
+            # `full` recomputes a block up to three times, `selective` fails.
+            return f"{splits}, which activation checkpointing does not support; use checkpointing none or schedule=1f1b"
     wanted = spec.training.compilation
     if wanted is not None and wanted.scope == ("block" if chosen.tp > 1 else "model"):
         unit = "stage by stage (its hooks belong in one graph)" if chosen.tp > 1 else "block by block"
@@ -187,6 +192,13 @@ def _unsharded(degrees: Layout, chosen: Options) -> str | None:
         return f"shard {degrees.shard} does not divide dp {degrees.dp} x cp {degrees.cp} = {degrees.data_ranks}"
     if chosen.reshard_to and (degrees.shard % chosen.reshard_to or degrees.pp > 1):
         return f"reshard_to {chosen.reshard_to} needs to divide shard {degrees.shard}, without a pipeline"
+    if chosen.reshard_to == degrees.shard > 1:
+        return f"reshard_to {chosen.reshard_to} is shard itself, so it has no effect; leave it out"
+    if not chosen.reshard_after_forward and (chosen.reshard_to or chosen.gather_once or degrees.pp > 1):
+        why = "reshard_to" if chosen.reshard_to else "gather_once" if chosen.gather_once else "a pipeline"
+        return f"reshard_after_forward=false has no effect with {why}; leave it out"
+    if chosen.sync_every_micro_batch and degrees.data_ranks == 1:
+        return "sync_every_micro_batch reduces over dp x cp ranks, of which there is 1; leave it out"
     if chosen.gather_once and (degrees.shard == 1 or chosen.reshard_to):
         got = f"shard={degrees.shard}, reshard_to={chosen.reshard_to}"
         return f"gather_once keeps gathered weights for a whole step: it needs shard > 1 without reshard_to, got {got}"

@@ -15,7 +15,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
-from paceline.errors import CheckpointError, MissingPackageError, RequestError, UnsupportedError, require
+from paceline.errors import (
+    CLOSE,
+    CheckpointError,
+    MissingPackageError,
+    RequestError,
+    UnsupportedError,
+    did_you_mean,
+    require,
+    shown,
+)
 from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
@@ -35,6 +44,9 @@ USER_ONLY = {
     "config": "more of DeepSpeed's configuration, which can name files to write",
     "offload": "where optimizer state and weights are kept",
 }
+
+
+OF_STAGE_3 = ("max_live_parameters", "max_reuse_distance", "persistence_threshold", "prefetch_bucket")
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ class Options:
         known = self.offload in ("", "cpu") or "/" in self.offload
         require(known, "zero.offload", self.offload, "cpu, or a directory on a disk (with a slash)")
         require(self.hpz >= 1, "zero.hpz", self.hpz, "a number of ranks from 1")
-        require(self.prefetch_bucket >= 0, "zero.prefetch_bucket", self.prefetch_bucket, "a number of elements from 0")
+        for name in OF_STAGE_3:
+            require(getattr(self, name) >= 0, f"zero.{name}", getattr(self, name), "a number of elements from 0")
         if self.config is not None:
             check_config(self.config)
 
@@ -78,7 +91,15 @@ FIXED = frozenset(
         *("optimizer", "scheduler", "fp16", "bf16", "amp", "data_types", "communication_data_type"),
         *("prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "compression_training"),
         *("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue", "pipeline"),
-        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "tensor_parallel", "elasticity"),
+    )
+)
+# Other names of its first level, to find those that are misspelt.
+SECTIONS = frozenset(
+    (
+        *("zero_optimization", "activation_checkpointing", "aio", "compile", "hybrid_engine"),
+        *("comms_logger", "flops_profiler", "tensorboard", "wandb", "comet", "csv_monitor", "checkpoint"),
+        *("wall_clock_breakdown", "steps_per_print", "memory_breakdown", "dump_state", "disable_allgather"),
     )
 )
 # Of `zero_optimization`: an option of the strategy, quantised traffic, which is other arithmetic, and another order of
@@ -93,11 +114,20 @@ def inline(options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     path = Path(name).expanduser()
     try:
-        content = json.loads(document_of(path))
+        content = json.loads(document_of(path), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({error}).") from None
     check_config(content)
     return {**options, "config": content}
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError if a key occurs twice, of which Python would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
+    return found
 
 
 def check_config(content: Any) -> None:
@@ -105,6 +135,10 @@ def check_config(content: Any) -> None:
     require(
         isinstance(content, dict), "zero.config", content, "a JSON object with DeepSpeed's configuration, or a file"
     )
+    for name in content.keys() - SECTIONS - FIXED:
+        # DeepSpeed ignores what it does not know: the run would not be what its name says.
+        if hint := did_you_mean(name, (*SECTIONS, *FIXED), CLOSE):
+            raise RequestError(f"zero.config: got {name}, which DeepSpeed does not know.{hint}")
     inner = content.get("zero_optimization", {})
     require(isinstance(inner, dict), "zero.config: zero_optimization", inner, "an object")
     for name in (*sorted(FIXED & content.keys()), *sorted(FIXED_OF_ZERO & inner.keys())):
@@ -120,6 +154,9 @@ def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.strategy)
     if chosen.offload not in ("", "cpu") and chosen.stage != 3:
         return f"DeepSpeed keeps state on a disk at stage 3 only, got stage {chosen.stage}"
+    for name in OF_STAGE_3:
+        if chosen.stage != 3 and getattr(chosen, name) != getattr(Options, name):
+            return f"{name} is an option of stage 3 and has no effect at stage {chosen.stage}; leave it out"
     if chosen.hpz > 1 and chosen.stage != 3:
         return f"hpz partitions weights, which DeepSpeed shards at stage 3 only, got stage {chosen.stage}"
     if (reason := _unquantised(spec, chosen)) is not None:
@@ -154,6 +191,11 @@ def approximation(options: Mapping[str, Any]) -> str | None:
     parts = ["weights gathered in 8 bit"] if options.get("qwz") is True else []
     parts += ["gradients of matrices reduced in 4 bit, inside and between nodes"] if options.get("qgz") is True else []
     return " and ".join(parts) or None
+
+
+def approximates_loss(options: Mapping[str, Any]) -> bool:
+    """Weights that were gathered in 8 bit give another loss."""
+    return options.get("qwz") is True
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int | None:
@@ -202,6 +244,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
+    require_fp16(deepspeed, spec)
     if chosen.qwz or chosen.qgz:
         require_quantisation(deepspeed, seat, chosen)
     if chosen.offload not in ("", "cpu"):
@@ -213,8 +256,29 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     config = merged(configuration(spec, chosen), chosen.config)
     require_large(spec, [parameter.numel() for parameter in learning(subject)])
     optimizer = optimizer_of(spec, learning(subject))
-    engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)
+    with refusals_as_requests():
+        engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)
     return ZeroTrainer(engine, subject, optimizer, spec, chosen)
+
+
+def require_fp16(deepspeed: Any, spec: RunSpec) -> None:
+    """UnsupportedError in fp16 on a device for which DeepSpeed has none, such as most CPUs."""
+    if spec.training.precision.compute == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+        raise UnsupportedError(f"DeepSpeed has no fp16 on this {spec.topology.device}; use precision bf16 or fp32")
+
+
+@contextlib.contextmanager
+def refusals_as_requests() -> Iterator[None]:
+    """Name the setting of the user's configuration that DeepSpeed refuses."""
+    import pydantic
+
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        got = shown(first.get("input"))
+        raise RequestError(f"zero.config: {name}: got {got}, which DeepSpeed refuses: {first['msg']}.") from None
 
 
 def preload(device: str) -> None:

@@ -577,6 +577,9 @@ class TestAuditedSteps:
         assert judged(make_record(spec), mixed, whole) == []
         assert judged(make_record(spec), plain, whole) == ["matrix products"], "declares float8, multiplies in bf16"
         assert judged(make_record(spec), plain, {"product": ("bf16", 12, 8e9)}) == ["matrix products"], "both do"
+        stale = {"narrow": ("float8_e4m3fn", 3, 96)}
+        assert judged(make_record(spec), mixed | stale, whole) == ["matrix products"], "scales of other values"
+        assert judged(make_record(spec), mixed | stale, whole | stale) == [], "so has the reference"
         sixteen = make_record(make_spec(precision="bf16"))
         assert judged(sixteen, mixed, {"product": ("bf16", 12, 8e9)}) == ["matrix products"], "declares bf16"
 

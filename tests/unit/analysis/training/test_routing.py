@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from training_records import build_supplement
+from training_records import build_record, build_reference, build_spec, build_supplement
 
+from paceline.analysis.findings import Check
 from paceline.analysis.training import routing
-from paceline.analysis.training.certificate import certify
+from paceline.analysis.training.certificate import certify, certify_all
+from paceline.experiment.proof import Reduction
+from paceline.experiment.reduced import reduced
 from paceline.results.records import RoutingSample, RunRecord
 
 # tiny-moe: two layers, 2 of 4 experts. The first choices of all tokens of a rank, then the second ones.
 FIRST, SECOND = (20, 20, 14, 10), (10, 14, 20, 20)
 
 
-def sample(rank: int, step: int, first: Any = FIRST, **changes: Any) -> RoutingSample:
+def sample(rank: int, step: int, first: Any = FIRST, count: int = 2, **changes: Any) -> RoutingSample:
+    """count: of layers."""
     assigned = (*first, *SECOND)
     rows = tuple(a + b for a, b in zip(first, SECOND, strict=True))
     values = {
-        "layers": (0, 1),
-        "assigned": assigned * 2,
-        "positions": tuple(3 * n for n in rows) * 2,
-        "computed": rows * 2,
-        "weights": (16.0,) * 8,
-        "balances": (2.0, 2.2),
+        "layers": tuple(range(count)),
+        "assigned": assigned * count,
+        "positions": tuple(3 * n for n in rows) * count,
+        "computed": rows * count,
+        "weights": (16.0,) * 4 * count,
+        "balances": (2.0, 2.2) * (count // 2),
     }
     return RoutingSample(rank=rank, step=step, **{**values, **changes})
 
@@ -104,6 +109,69 @@ def test_each_tensor_parallel_rank_makes_all_decisions(make_spec: Any, make_reco
     other = tuple(sample(1, s.step, first=(16, 24, 14, 10)) if s.rank == 1 else s for s in whole.routings)
     found = refusals(dataclasses.replace(whole, routings=other), reference)
     assert "at least 4 other choices in layer 0 at step 0" in found["router decisions"]
+
+
+OTHERS = (16, 24, 14, 10)  # four choices of each of two ranks are others
+
+
+class TestWithoutReference:
+    """Steps of which there is no reference of this size: the configurations are compared with each other."""
+
+    STRATEGIES = ("ddp", "fsdp2", "mesh:ep=2")
+
+    def runs(self, *first: Any, **more: Any) -> list[RunRecord]:
+        """A run of each strategy, with 8 layers and these first choices."""
+        specs = [build_spec(name, 2, model="tiny-moe:layers=8", steps=3, **more) for name in self.STRATEGIES]
+        return [with_routing(build_record(s), first=f, count=8) for s, f in zip(specs, first, strict=False)]
+
+    def proofs(self, runs: Sequence[RunRecord], *copies: Any) -> list[RunRecord]:
+        """Their proof group with 2 layers. copies: first choices of re-seeded references."""
+        spec = runs[0].spec
+        length, batch = spec.training.sequence_length, spec.global_batch
+        sizes = {"sequence_length": length, "of_sequence_length": length, "global_batch": batch}
+        to = Reduction(work=spec.work, layers=2, of_layers=8, of_global_batch=batch, **sizes)
+        small = [with_routing(build_record(reduced(run.spec, to))) for run in runs]
+        made = build_reference(small[0].spec, (0.0,) * (1 + len(copies)), 3)
+        routings = [with_routing(small[0], first=f, variant=n).routings for n, f in enumerate((FIRST, *copies))]
+        return [dataclasses.replace(made, routings=tuple(s for part in routings for s in part)), *small]
+
+    def check(self, run: RunRecord, records: Sequence[RunRecord]) -> Check:
+        return next(c for c in certify_all(records)[run.spec.run_id].checks if c.name == "router decisions")
+
+    def test_other_decisions_than_the_other_configurations(self) -> None:
+        runs = self.runs(FIRST, OTHERS, FIRST)
+        records = [*self.proofs(runs), *runs]
+        assert [self.check(run, records).ok for run in runs] == [True, False, True]
+        assert self.check(runs[0], records).expected.endswith("those of the other configurations but for 2 per layer")
+        found = self.check(runs[1], records)
+        assert found.observed.startswith("at least 8 other choices in layer 0 at step 0, expected at most 2;")
+
+    def test_two_that_differ_are_both_refused(self) -> None:
+        runs = self.runs(FIRST, OTHERS)
+        assert [self.check(run, [*self.proofs(runs), *runs]).ok for run in runs] == [False, False]
+
+    def test_alone_it_rests_on_its_proof(self) -> None:
+        (run,) = self.runs(FIRST)
+        found = self.check(run, [*self.proofs([run]), run])
+        assert (found.ok, found.observed) == (True, "no other configuration to compare with")
+
+    @pytest.mark.parametrize(("first", "valid"), [(OTHERS, True), ((15, 25, 14, 10), False)])
+    def test_the_limit_grows_with_the_root_of_the_depth(self, first: Any, valid: bool) -> None:
+        """Two choices differ in a copy of 2 layers, so 2 x 2 x the root of 8 over 2 layers = 8 may differ."""
+        runs = self.runs(FIRST, first, FIRST, precision="bf16")
+        records = [*self.proofs(runs, (19, 21, 14, 10)), *runs]
+        assert self.check(runs[1], records).ok is valid
+
+    def test_steps_after_the_reference(self, make_reference: Any) -> None:
+        """The last two of 12 steps are compared with the median of three configurations."""
+        runs = [with_routing(build_record(build_spec(n, 2, model="tiny-moe", steps=12))) for n in self.STRATEGIES]
+        reference = dataclasses.replace(make_reference(runs[0].spec), routings=runs[0].routings[:20])
+        late = tuple(sample(s.rank, s.step, OTHERS) if s.step == 11 else s for s in runs[2].routings)
+        runs[2] = dataclasses.replace(runs[2], routings=late)
+        records = [reference, *runs]
+        assert [self.check(run, records).ok for run in runs] == [True, True, False]
+        found = self.check(runs[2], records)
+        assert found.observed.startswith("at least 8 other choices in layer 0 at step 11, expected at most 2;")
 
 
 def test_how_uneven_experts_and_ranks_are_used(record: RunRecord) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import expanded
+from paceline.experiment.spec import RunSpec
 from paceline.training.strategies import _compression, compressed
 
 
@@ -120,6 +121,19 @@ def test_the_outer_step_of_diloco_is_nesterovs() -> None:
             ours.sub_(moved)
         _compression.LocalTrainer._outer_step(trainer)
         torch.testing.assert_close(ours.detach(), theirs.detach())
+
+
+def test_options_of_other_methods_have_no_effect(make_spec: Callable[..., RunSpec]) -> None:
+    refused = {
+        "powersgd,every=3": "every is an option of localsgd and diloco and has no effect with powersgd; leave it out",
+        "localsgd,start=3": "start is an option of powersgd and signsgd and has no effect with localsgd",
+        "bf16,rank=2": "rank is an option of powersgd and has no effect with bf16",
+        "localsgd,outer_rate=0.5": "outer_rate is an option of diloco",
+    }
+    for strategy, reason in refused.items():
+        assert reason in (compressed.check(make_spec(f"compressed:method={strategy}")) or "")
+    for strategy in ("powersgd,rank=2,start=3", "signsgd,start=2", "diloco,every=2,outer_rate=0.5"):
+        assert compressed.check(make_spec(f"compressed:method={strategy}")) is None
 
 
 def test_short_names_and_bad_options() -> None:

@@ -66,8 +66,13 @@ def test_an_own_configuration_is_read_into_the_options_and_merged(
         ({"gradient_clipping": 0.1}, "gradient_clipping 0.1"),
         ({"optimizer": {"type": "Lion"}}, "optimizer"),
         ({"bf16": {"enabled": True}}, "bf16"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients true"),
         ({"zero_optimization": {"stage": 3}}, "stage 3"),
+        (
+            {"zero_optimisation": {}},
+            "zero_optimisation, which DeepSpeed does not know. Did you mean 'zero_optimization'",
+        ),
         ([], "a JSON object"),
     ],
 )
@@ -81,6 +86,39 @@ def test_a_configuration_that_changes_the_work_is_refused(tmp_path: Path, conten
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(RequestError, match=r"zero.config: got 'nowhere.json', expected a JSON file"):
         plugins.expanded("strategies", Choice("zero", {"config": "nowhere.json"}), 1, 2)
+
+
+def test_what_deepspeed_refuses_is_named() -> None:
+    zero_config = pytest.importorskip("deepspeed.runtime.zero.config")
+    expected = (
+        r"^zero.config: reduce_bucket_sizes: got 1000, which DeepSpeed refuses: Extra inputs are not permitted\.$"
+    )
+    with pytest.raises(RequestError, match=expected), zero.refusals_as_requests():
+        zero_config.DeepSpeedZeroConfig(reduce_bucket_sizes=1000)
+
+
+def test_fp16_is_unsupported_where_deepspeed_has_none(make_spec: Callable[..., RunSpec]) -> None:
+    device = SimpleNamespace(is_fp16_supported=lambda: False)
+    deepspeed = SimpleNamespace(accelerator=SimpleNamespace(get_accelerator=lambda: device))
+    zero.require_fp16(deepspeed, make_spec("zero:stage=2", precision="bf16"))
+    with pytest.raises(UnsupportedError, match="DeepSpeed has no fp16 on this cpu; use precision bf16 or fp32"):
+        zero.require_fp16(deepspeed, make_spec("zero:stage=2", precision="fp16"))
+
+
+def test_a_key_that_occurs_twice_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"reduce_scatter": true, "reduce_scatter": false}}')
+    with pytest.raises(RequestError, match=r"expected a JSON file \(reduce_scatter occurs twice\)"):
+        plugins.expanded("strategies", Choice("zero", {"config": str(file)}), 1, 2)
+
+
+@pytest.mark.parametrize("name", zero.OF_STAGE_3)
+def test_options_of_stage_3_have_no_effect_below(make_spec: Callable[..., RunSpec], name: str) -> None:
+    assert zero.check(make_spec(f"zero:stage=3,{name}=7")) is None
+    expected = f"{name} is an option of stage 3 and has no effect at stage 2; leave it out"
+    assert zero.check(make_spec(f"zero:stage=2,{name}=7")) == expected
+    with pytest.raises(RequestError, match=f"zero.{name}: got -1, expected a number of elements from 0"):
+        zero.Options(stage=3, **{name: -1})
 
 
 def test_where_state_is_kept(make_spec: Callable[..., RunSpec]) -> None:

@@ -40,6 +40,7 @@ from paceline.analysis.training.certificate.traffic import (
 from paceline.analysis.training.certificate.trajectory import (
     compared_steps,
     finite_loss,
+    first_loss,
     loss_curve,
     norms_agree,
     replicas_agree,
@@ -196,10 +197,11 @@ CHECKS: tuple[tuple[Callable[[Observed, Standard], Check | None], str], ...] = (
     (replicas_agree, OBSERVED),
     (debug_switches, OBSERVED),
 )
-# Of a strategy that declares other arithmetic. Start, data, tokens, updates, products and optimizer are still proved;
-# what was reduced and where that led is what such runs are compared by.
-_BY_ARITHMETIC = (wire_dtype, gradients_reduced, only_adapters, moved, ranks_agree, norms_agree, *_TRAJECTORIES)
+# Of a strategy that declares other arithmetic. Start, data, tokens, updates, products and optimizer are still proved,
+# and that all ranks have the same weights; such runs are compared by what was reduced and where that led.
+_BY_ARITHMETIC = (wire_dtype, gradients_reduced, only_adapters, *_TRAJECTORIES)
 APPROXIMATE_CHECKS = (
     *((check, basis) for check, basis in CHECKS if check not in _BY_ARITHMETIC),
+    (first_loss, OBSERVED),
     (declared_traffic, COUNTED),
 )

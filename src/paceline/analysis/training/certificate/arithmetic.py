@@ -63,6 +63,13 @@ def products(run: Observed, standard: Standard) -> Check | None:
         text, missing = _eight_bit_problems(own, known if standard.reference else {})
         expected += text
         problems += missing
+        if not any(_operations(reference, "narrow").values()):
+            problems += [
+                f"{calls} factors of {dtype} use less than half of its range on rank {rank} at step {step}: their "
+                "scale was made for other values"
+                for (rank, step), by_dtype in _operations(run, "narrow").items()
+                for dtype, (calls, _) in by_dtype.items()
+            ]
     plain = ", as plain code" if run.spec.training.compile else ""
     seen = f"as expected at {len(_flops(own))} steps chosen at random{plain}"
     return checked("matrix products", expected, problems, seen)

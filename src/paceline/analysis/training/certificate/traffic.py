@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from paceline.analysis.findings import Check
-from paceline.analysis.training.certificate.observed import Observed, Standard, checked, trained_count
+from paceline.analysis.training.certificate.observed import Observed, Standard, checked, plugin_of, trained_count
 from paceline.experiment import plugins
-from paceline.models import parallel
+from paceline.experiment.layout import declared_layout
+from paceline.models import arithmetic, parallel
 from paceline.models.adapters import DTYPE_BYTES, sharded_adapter_parameters
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
@@ -50,8 +51,8 @@ def only_adapters(run: Observed, standard: Standard) -> Check | None:
 def reductions_per_step(run: Observed) -> int:
     """How often gradients are reduced: once, unless the strategy says otherwise."""
     strategy = run.spec.strategy
-    plugin = plugins.find("strategies", strategy.name) if strategy else None
-    if strategy is None or plugin is None or not hasattr(plugin, "reductions_per_step"):
+    plugin = plugin_of(run)
+    if strategy is None or not hasattr(plugin, "reductions_per_step"):
         return 1
     return int(plugin.reductions_per_step(strategy.options, run.spec.training.accumulation))
 
@@ -95,12 +96,39 @@ def gradients_reduced(run: Observed, standard: Standard) -> Check | None:
 
 
 def declared_traffic(run: Observed, standard: Standard) -> Check:
-    """For a strategy that declares other arithmetic: what it declares, and the bytes that it really sent."""
-    sent = _payload(run, (*REDUCTIONS, *GATHERS, "all_to_all", "send"))
+    """For a strategy that declares other arithmetic: what it declares, and the bytes that it really sent. If it has a
+    formula, they are those of the formula."""
+    expected, sent = f"declared, not equal work: {run.spec.approximation}", _sent_per_step(run)
     problems = [] if any(sent.values()) or run.spec.topology.world_size == 1 else ["no collective was counted"]
-    per_step = sum(sent.values()) / max(len(sent), 1)
-    seen = f"{per_step:,.0f} bytes in collectives per step and rank"
-    return checked("approximation", f"declared, not equal work: {run.spec.approximation}", problems, seen)
+    if (formula := _formula_bytes(run)) is not None:
+        expected += f"; {formula:,.0f} bytes sent per step by formula, within 1 %"
+        slack = BYTES_TOLERANCE * formula + SCALAR_BYTES
+        wrong = {rank: size for rank, size in sent.items() if abs(size - formula) > slack}
+        problems = problems or [f"{size:,.0f} bytes sent per step on rank {rank}" for rank, size in wrong.items()]
+    seen = f"{max(sent.values(), default=0):,.0f} bytes sent per step on the busiest rank"
+    return checked("approximation", expected, problems, seen)
+
+
+def _sent_per_step(run: Observed) -> dict[int, float]:
+    """Bytes that each rank sent per audited step: the counted payload times the factor of its operation."""
+    steps: dict[int, set[int]] = {}
+    for w in run.record.wire:
+        steps.setdefault(w.rank, set()).add(w.step)
+    found = dict.fromkeys(sorted(steps), 0.0)
+    for w in run.record.wire:
+        if w.operation in arithmetic.COLLECTIVES:
+            found[w.rank] += w.payload_bytes * arithmetic.wire_factor(w.operation, w.group_size) / len(steps[w.rank])
+    return found
+
+
+def _formula_bytes(run: Observed) -> float | None:
+    """What a strategy without a layout sends per step by its own formula; None if it has none."""
+    spec, precision = run.spec, run.spec.training.precision
+    if spec.strategy is None or spec.tuning is not None or declared_layout(spec) is not None:
+        return None
+    sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.base]
+    ranks, accumulation = spec.topology.world_size, spec.training.accumulation
+    return arithmetic.wire_bytes(spec.strategy, trained_count(run), ranks, accumulation, *sizes)
 
 
 def wire_dtype(run: Observed, standard: Standard) -> Check:

@@ -16,9 +16,11 @@ from paceline.analysis.training.certificate.observed import (
     NORM,
     Observed,
     Standard,
+    averages_every,
     checked,
     compared_values,
     first_values,
+    plugin_of,
     steps_text,
 )
 from paceline.experiment.proof import Reduction
@@ -39,7 +41,7 @@ LATER_NORM = 0.25
 
 def norms_agree(run: Observed, standard: Standard) -> Check | None:
     """All ranks report the same gradient norm, because it is computed from the reduced gradients."""
-    if run.spec.topology.world_size == 1:
+    if run.spec.topology.world_size == 1 or averages_every(run) > 1:
         return None
     worst, at = 0.0, None
     if run.steps:
@@ -233,6 +235,23 @@ def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
         return None
     losses, reference, limited = (tuple([values[s] for s in steps]) for values in (own, base, limits))
     return LossCurve(steps=steps, losses=losses, reference=reference, limits=limited)
+
+
+def first_loss(run: Observed, standard: Standard) -> Check | None:
+    """A strategy that approximates gradients has the exact loss until its first update."""
+    plugin = plugin_of(run)
+    if standard.plain is None or run.spec.strategy is None:
+        return None
+    if hasattr(plugin, "approximates_loss") and plugin.approximates_loss(run.spec.strategy.options):
+        return None
+    name, first = "loss of the first step", min(run.steps, default=0)
+    deviation = compared_deviations(run, standard, LOSS).get(first)
+    if deviation is None:
+        return checked(name, "the reference's", [], f"no step {first} to compare with")
+    limits, origin = _limits(standard, run, LOSS)
+    seen = f"{deviation:.2g} at step {first}"
+    expected = f"within {limits[first]:.2g} of the reference, relative, because nothing was updated yet ({origin})"
+    return checked(name, expected, [] if deviation <= limits[first] else [seen], seen)
 
 
 def trajectory(name: str) -> Callable[[Observed, Standard], Check | None]:

@@ -14,6 +14,7 @@ from paceline.analysis.training.certificate.observed import (
     Observed,
     ProofGroup,
     Standard,
+    averages_every,
     checked,
     on_ranks,
     silent_ranks,
@@ -62,7 +63,7 @@ def moved(run: Observed, standard: Standard) -> Check | None:
     Only tensors stored in fp32 are compared: a 16-bit copy may stay the same while its master weight changes. Adam's
     steps hardly depend on the size of a gradient, so a tensor that moved much less missed updates or had another
     learning rate. The comparison needs a reference of as many steps; without one, every tensor must have changed. A run
-    that was proved on less is compared with other configurations.
+    that was proved on less is compared with other configurations, one that approximates gradients with nothing.
     """
     tuning = run.spec.tuning
     frozen = [
@@ -84,6 +85,8 @@ def moved(run: Observed, standard: Standard) -> Check | None:
     source = "the reference"
     if standard.proof is not None:
         known, source = _movements_of_others(run, standard), "other configurations"
+    if run.spec.approximation is not None:
+        known = None
     problems = [*frozen, *old]
     for name, change in (own or {}).items():
         wanted = (known or {}).get(name)
@@ -113,9 +116,10 @@ def _movements_of_others(run: Observed, standard: Standard) -> Mapping[str, floa
 
 
 def ranks_agree(run: Observed, standard: Standard) -> Check | None:
-    """After the window every rank has the same weights: gradients that were not reduced make them differ."""
+    """After the window every rank has the same weights: gradients that were not reduced make them differ. Of a strategy
+    that averages weights, if it ends with an average."""
     digests = {rank: e.final_digests for rank, e in run.evidence.items() if e.final_digests is not None}
-    if not digests or run.spec.topology.world_size == 1:
+    if not digests or run.spec.topology.world_size == 1 or run.spec.steps % averages_every(run):
         return None
     first = digests[min(digests)]
     problems = silent_ranks(run)
