@@ -104,6 +104,7 @@ def add_question(verb: Parser, *, several: bool = False) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run.measured_setups import read_known
+    from paceline.prediction import memory as needs
     from paceline.prediction import scaling, stored
     from paceline.prediction.predict import next_measurement, worth
     from paceline.prediction.predict import predict as predicted
@@ -119,24 +120,27 @@ def predict(arguments: argparse.Namespace) -> int:
         return serving_options(arguments)
     most = arguments.up_to
     require(most is None or most > arguments.gpus, "--up-to", most, f"more than the {arguments.gpus} of --gpus")
+    alone = most is None or not (arguments.json or arguments.save)
+    require(alone, "--up-to", most, "no --json and no --save, which are of one prediction")
     known = read_known(arguments.anchor)
     anchors, observations = known.anchors, known.observations
     tokens, usd = tokens_of(arguments), usd_of(arguments)
     if arguments.layout == "all":
         return _all_layouts(arguments, known)
     screen = console()
-    if arguments.up_to is not None and not arguments.json:
-        grown = scaling.extrapolate(setup_from(arguments, known), arguments.up_to, anchors, observations)
+    if most is not None:
+        grown = scaling.extrapolate(setup_from(arguments, known), most, anchors, observations)
         screen.print(Fitted(tables.scaled(grown)))
         print_hanging(screen, scaling.limit_text(grown), 2)
         return OK
-    with waiting(f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"):
+    with waiting(rehearsing(arguments)):
         setup, memory, too_large = _rehearsed(arguments, known)
     one = predicted([setup], anchors, observations)[0]
     if arguments.save:
         stored.append(arguments.out, [stored.to_dict(one, tokens, usd)], time.time())
     if arguments.json:
-        print(json.dumps({**stored.to_dict(one, tokens, usd), **memory.to_dict()}, indent=2))
+        fits = {"fits": needs.fits(setup, peak_bytes=memory.peak_bytes)}
+        print(json.dumps({**stored.to_dict(one, tokens, usd), **fits, **memory.to_dict()}, indent=2))
         return OK
     parts = tables.memory_parts(one, memory.components, memory.reason, too_large)
     for table in (tables.summary(one, tokens, usd, memory.peak_bytes), tables.time_parts(one), parts):
@@ -146,6 +150,10 @@ def predict(arguments: argparse.Namespace) -> int:
     if suggested := next_measurement(one.setup, anchors, observations)[:4]:
         screen.print(Fitted(tables.suggestions(suggested)))
     return OK
+
+
+def rehearsing(arguments: argparse.Namespace) -> str:
+    return f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"
 
 
 def _rehearsed(arguments: argparse.Namespace, known: Known) -> tuple[Setup, Rehearsed, list[Setup]]:
@@ -161,8 +169,8 @@ def _rehearsed(arguments: argparse.Namespace, known: Known) -> tuple[Setup, Rehe
             # Nothing smaller is left open.
             return *tried[-1], [setup for setup, _ in tried[:-1]]
         found = rehearse(arguments.model, one, arguments.rehearse)
-        usable, peak = memory.usable_bytes(one), found.peak_bytes
-        if usable is None or peak is None or peak <= usable:
+        peak = found.peak_bytes
+        if peak is None or memory.fits(one, peak_bytes=peak):
             return one, found, [setup for setup, _ in tried]
         tried.append((one, found))
         factor = max(factor, peak / memory.total(one))

@@ -63,10 +63,9 @@ def summary(one: Prediction, tokens: float | None, usd: float | None, peak_bytes
         for name, (v, a, b), unit in quantities
     )
     columns = (Column("quantity"), numeric("predicted"), numeric("90 % interval"), Column("unit"))
-    usable = memory.usable_bytes(s)
-    fits = memory.fits(s) if peak_bytes is None or usable is None else peak_bytes <= usable
     unfit = UNFIT_NOTE.format(how="By arithmetic" if peak_bytes is None else "By its rehearsal")
-    return Table(title(one.setup), columns, rows, (INTERVAL_NOTE,) if fits else (unfit, INTERVAL_NOTE))
+    notes = (INTERVAL_NOTE,) if memory.fits(s, peak_bytes=peak_bytes) else (unfit, INTERVAL_NOTE)
+    return Table(title(s), columns, rows, notes)
 
 
 def title(s: Setup) -> str:
