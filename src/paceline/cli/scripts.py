@@ -104,6 +104,7 @@ def written_experiment(command: list[str], arguments: argparse.Namespace) -> Ite
     import yaml
 
     from paceline.experiment.script import Script, require_no_secret
+    from paceline.host import files
 
     require_no_secret(command, {})
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Script(command=tuple(command)).title.removesuffix(".py"))
@@ -120,16 +121,15 @@ def written_experiment(command: list[str], arguments: argparse.Namespace) -> Ite
     path = Path(arguments.out) / f"{name}.yaml"
     is_new = not path.parent.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else None
-        path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        files.write_atomically(path, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise RequestError(f"--out: {str(path)!r} cannot be written ({error.strerror}).") from None
     try:
         yield path
     except RequestError:
         if before is not None:
-            path.write_bytes(before)
+            files.write_atomically(path, before)
         else:
             path.unlink(missing_ok=True)
         if is_new:

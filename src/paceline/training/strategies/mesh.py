@@ -142,7 +142,7 @@ def check(spec: RunSpec) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-# Options that do nothing unless one of the degrees is above 1: a cell of its own would repeat another one.
+# Options that do nothing unless a degree is above 1: they would make another cell of the same work.
 _NEEDS = {
     "pp": ("schedule", "virtual", "micro_batches", "layers"),
     "cp": ("attention",),
@@ -152,6 +152,9 @@ _NEEDS = {
 
 
 def _without_effect(degrees: Layout, chosen: Options) -> str | None:
+    if degrees.world_size == 1:
+        # The baseline of a scaling experiment, whose other cells have more processes.
+        return None
     for degree, names in _NEEDS.items():
         given = [name for name in names if getattr(chosen, name) != getattr(Options, name)]
         if given and getattr(degrees, degree) == 1:
