@@ -265,7 +265,7 @@ def test_a_plan_counts_only_what_could_run_somewhere(here: Path, capsys: pytest.
     assert total("[ddp, 'mesh:tp=3']") == total("[ddp]")
 
 
-def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
+def test_plan_shows_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
     words = [word for setting in asked for word in ("--set", setting)]
     assert cli.main(["plan", "inference", "--commands", *words]) == 0
@@ -458,7 +458,7 @@ def test_a_campaign_in_which_nothing_was_measured_is_a_failure(here: Path, make_
     assert cli.main(["report", "results", "--format", "json"]) == 1
 
 
-def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
+def test_show_prints_one_run(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     by_name = {path.name.split("-")[0]: path for path in store.run_dirs(stored)}
     assert cli.main(["show", str(by_name["ddp"])]) == 0
     assert "CUDA out of memory" in capsys.readouterr().out

@@ -42,7 +42,7 @@ def test_predict_gives_every_quantity_with_its_interval(capsys: pytest.CaptureFi
     assert [row["key"] for row in stored.read(tmp_path)] == [found["key"]]
 
 
-def test_anchors_of_a_table_are_told_their_worth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_worth_of_anchors_of_a_table_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("internevo")][:2]
     path = tmp_path / "ours.csv"

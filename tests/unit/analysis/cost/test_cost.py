@@ -198,7 +198,7 @@ def test_without_a_price_nothing_is_said_to_be_saved(make_cell: Builder, make_re
 # --- tables ---
 
 
-def test_on_demand_stands_beside_spot_and_other_prices_are_one_factor(
+def test_on_demand_is_shown_beside_spot_and_other_prices_are_one_factor(
     make_cell: Builder, make_reference: Builder, golden: object
 ) -> None:
     dear = dataclasses.replace(HOURLY, name="dear", usd_per_gpu_hour=7.2, kind="on demand")

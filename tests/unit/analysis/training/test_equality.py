@@ -143,7 +143,7 @@ def test_a_cost_is_of_what_was_counted(data: str, noun: str, amount: str) -> Non
     assert {tile.unit for tile in tiles(report) if tile.name == "Cost"} <= {f"USD per {amount}"}
 
 
-def test_commands_of_one_script_are_told_apart_by_what_follows_it() -> None:
+def test_commands_of_one_script_are_named_by_what_follows_it() -> None:
     def with_width(at: float, *words: str) -> RunRecord:
         record = run(at=at, parameters=at + 10)
         script = Script(command=("python", "lab/train.py", *words), code="v1")
