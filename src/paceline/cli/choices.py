@@ -125,9 +125,9 @@ def _decision(
         raise RequestError("--deadline and --budget: got no --tokens, expected how many tokens to train, such as 2B.")
     options: list[choosing.Option] = []
     enumerated = fitting = 0
-    for method in words_of(arguments.method):
-        for gpu in words_of(arguments.gpu):
-            for gpus in words_of(arguments.gpus):
+    for method in words_of("--method", arguments.method):
+        for gpu in words_of("--gpu", arguments.gpu):
+            for gpus in words_of("--gpus", arguments.gpus):
                 require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
                 one = argparse.Namespace(**{**vars(arguments), "gpu": gpu, "gpus": int(gpus), "method": method})
                 base = setup_from(one, known, whole=True)
@@ -188,7 +188,7 @@ def _measure(arguments: argparse.Namespace, known: Known, decision: Decision) ->
     from paceline.campaign.run import forecast
     from paceline.prediction import choosing, experiment_file, hardware
 
-    kinds = words_of(arguments.gpu)
+    kinds = words_of("--gpu", arguments.gpu)
     require(len(kinds) == 1, "--measure", ",".join(kinds), "one kind of GPU: the launcher decides where runs go")
     proposed = [one.prediction.setup for one in (decision.to_measure or decision.options[:1])]
     gpu = proposed[0].gpu

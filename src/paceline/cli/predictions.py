@@ -120,8 +120,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return serving_options(arguments)
     most = arguments.up_to
     require(most is None or most > arguments.gpus, "--up-to", most, f"more than the {arguments.gpus} of --gpus")
-    alone = most is None or not (arguments.json or arguments.save)
-    require(alone, "--up-to", most, "no --json and no --save, which are of one prediction")
+    alone = most is None or not (arguments.json or arguments.save or arguments.layout == "all")
+    require(alone, "--up-to", most, "no --json, --save or --layout all, which are of one number of GPUs")
     known = read_known(arguments.anchor)
     anchors, observations = known.anchors, known.observations
     tokens, usd = tokens_of(arguments), usd_of(arguments)
@@ -281,7 +281,7 @@ def setup_from(
 
 
 def check_rehearsal(arguments: argparse.Namespace) -> None:
-    require(arguments.rehearse >= 0, "--rehearse", arguments.rehearse, "seconds from 0")
+    require(0 <= arguments.rehearse <= 86_400, "--rehearse", arguments.rehearse, "seconds from 0 to 86,400")
 
 
 def tokens_of(arguments: argparse.Namespace) -> float | None:
@@ -332,8 +332,8 @@ def serving_options(arguments: argparse.Namespace) -> int:
     require(bool(anchors) or not arguments.anchor, "--anchor", ", ".join(arguments.anchor), expected)
     measured = [(one.served, one.tokens_per_s) for one in anchors]
     found = []
-    for gpu in words_of(arguments.gpu):
-        for gpus in words_of(str(arguments.gpus)):
+    for gpu in words_of("--gpu", arguments.gpu):
+        for gpus in words_of("--gpus", str(arguments.gpus)):
             require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
             base = serving.Served(
                 shape=arithmetic.load(Choice.parse(arguments.model)),
@@ -362,9 +362,11 @@ def serving_options(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def words_of(text: str) -> list[str]:
+def words_of(option: str, text: str) -> list[str]:
     """The words of an option with several values, each once."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    require(bool(words), option, text, "at least one value")
+    return words
 
 
 # --- score ---
