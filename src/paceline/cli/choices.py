@@ -63,12 +63,13 @@ def choose(arguments: argparse.Namespace) -> int:
     check_rehearsal(arguments)
     known = read_known(arguments.anchor)
     decision = predicted = _decision(arguments, known)
+    candidates = _candidates(arguments, decision) if arguments.measure and decision.best is not None else []
     stored.append(
         arguments.out, [stored.to_dict(one.prediction) for one in decision.options[:MOST_LAYOUTS]], time.time()
     )
     halved = None
-    if arguments.measure and decision.best is not None:
-        decision, halved = _measure(arguments, known, decision)
+    if candidates:
+        decision, halved = _measure(arguments, known, decision, candidates)
     with waiting(rehearsing(arguments)):
         decision, memory = _rehearsed(arguments, known, decision, halved)
     files = _write_files(arguments, decision, measured=halved is not None and halved.best is not None)
@@ -180,13 +181,10 @@ def _write_files(arguments: argparse.Namespace, decision: Decision, *, measured:
     return written
 
 
-def _measure(arguments: argparse.Namespace, known: Known, decision: Decision) -> tuple[Decision, Halved]:
-    """Run the proposed layouts that Paceline can run, by successive halving, and decide again with what they showed.
-
-    Predictions learn from the runs. If they then expect a layout that was not run to be faster, it is run as well.
-    """
+def _candidates(arguments: argparse.Namespace, decision: Decision) -> list[Setup]:
+    """The proposed layouts that Paceline can run; RequestError if there are none, or not on the machine of `--gpu`."""
     from paceline.campaign.run import forecast
-    from paceline.prediction import choosing, experiment_file, hardware
+    from paceline.prediction import experiment_file, hardware
 
     kinds = words_of("--gpu", arguments.gpu)
     require(len(kinds) == 1, "--measure", ",".join(kinds), "one kind of GPU: the launcher decides where runs go")
@@ -200,6 +198,18 @@ def _measure(arguments: argparse.Namespace, known: Known, decision: Decision) ->
     if not candidates:
         reason = experiment_file.runnable(proposed[0])
         raise RequestError(f"--measure: got {proposed[0].layout}, expected a layout that Paceline runs. {reason}.")
+    return candidates
+
+
+def _measure(
+    arguments: argparse.Namespace, known: Known, decision: Decision, candidates: Sequence[Setup]
+) -> tuple[Decision, Halved]:
+    """Run the candidates by successive halving, and decide again with what they showed.
+
+    Predictions learn from the runs. If they then expect a layout that was not run to be faster, it is run as well.
+    """
+    from paceline.prediction import choosing, experiment_file
+
     usd = decision.options[0].usd_per_gpu_hour
 
     def cost(timed: Timed) -> float:

@@ -35,6 +35,8 @@ from paceline.prediction.setup import SHARDS, Setup
 from paceline.prediction.step_time import PARTS, columns, parts, step_time
 
 METHODS = ("full", "lora", "qlora")
+# More GPUs, tokens or sequences than anyone has.
+MOST_COUNTED = 10**9
 DEFAULT_SEQUENCE, DEFAULT_BATCH = 4096, 256
 # Micro batches and start-up of a run that is only made to measure: seconds.
 MEASURING_S = 90.0
@@ -280,7 +282,8 @@ def setup_of(
     device = hardware.accelerator(gpu) if isinstance(gpu, str) else gpu
     counts = {"--gpus": gpus, "--seq": sequence_length, "--global-batch": global_batch, "--micro-batch": micro_batch}
     for option, count in counts.items():
-        require(count is None or count >= 1, option, count, "a whole number from 1")
+        accepted = f"a whole number from 1{f' to {MOST_COUNTED:,}' if count and count > MOST_COUNTED else ''}"
+        require(count is None or 1 <= count <= MOST_COUNTED, option, count, accepted)
     kinds = ("none", "selective", "full")
     require(checkpointing in (None, *kinds), "--checkpointing", checkpointing, ", ".join(kinds))
     require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")

@@ -94,6 +94,7 @@ def test_a_gpu_that_is_not_here_is_not_measured(capsys: pytest.CaptureFixture[st
     words = ["choose", "--model", "llama-8b", "--gpu", "v100", "--gpus", "8", "--measure", "--method", "qlora"]
     assert cli.main([*words, "--out", str(tmp_path), "--rehearse", "0"]) == 2
     assert "--measure: got 'v100', expected a machine with" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "a refused command stores nothing"
 
 
 def test_a_budget_is_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +157,7 @@ def test_memory_is_rehearsed_where_the_program_is_ours(
         (["--global-batch", "7"], "a multiple of dp=8"),
         (["--seq", "-1"], "--seq: got -1, expected a whole number from 1"),
         (["--micro-batch", "0"], "--micro-batch: got 0, expected a whole number from 1"),
+        (["--gpus", f"{10**12}"], f"--gpus: got {10**12}, expected a whole number from 1 to 1,000,000,000"),
         (["--checkpointing", "ful"], "--checkpointing: got 'ful', expected none, selective, full"),
         (["--tokens", "abc"], "--tokens: got 'abc', expected a whole number of tokens"),
         (["--price", "oci-a10"], "--price: got 'oci-a10', expected an on-demand price of H100"),

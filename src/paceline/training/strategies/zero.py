@@ -95,7 +95,8 @@ def inline(options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         content = json.loads(document_of(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({error}).") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({why}).") from None
     check_config(content)
     return {**options, "config": content}
 
