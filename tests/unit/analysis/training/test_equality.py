@@ -133,6 +133,7 @@ def test_a_cost_is_of_what_was_counted(data: str, noun: str, amount: str) -> Non
     assert ddp.usd_per_mtok.value == pytest.approx(0.002 * 1e6 / rate)
     assert (ddp.counted, ddp.usd_per_mtok.unit, ddp.amount[0]) == (noun, f"USD/M{noun}", amount)
     assert (ddp.train_cost_usd is None) == (noun != "token")
+    assert any(note.startswith("--train-tokens: a script") for note in report.notes) == (noun != "token")
     (table,) = cost.tables(report)
     headings = [column.heading for column in table.columns]
     assert headings[2] == ("cost, USD/Btoken" if noun == "token" else f"cost, USD per {amount}")
