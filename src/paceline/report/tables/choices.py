@@ -10,7 +10,7 @@ from paceline.prediction import memory, stored
 from paceline.prediction.choosing import Decision, Halved, Option, Timed, measuring_minutes, objective
 from paceline.prediction.experiment_file import runnable
 from paceline.report.tables.predicted import amount, between, number
-from paceline.report.tables.predictions import INTERVAL_NOTE, recomputing
+from paceline.report.tables.predictions import INTERVAL_NOTE, variant
 from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING, format_duration
 
@@ -134,7 +134,7 @@ def _proposal_lines(decision: Decision) -> Iterable[str]:
         return
     minutes = sum(measuring_minutes(one) for one in decision.to_measure)
     machine = _machine(decision)
-    names = "; ".join(_variant(one) if machine else name(one) for one in decision.to_measure)
+    names = "; ".join(variant(one.prediction.setup) if machine else name(one) for one in decision.to_measure)
     where = f" on {machine}" if machine else ""
     cost = f"{number(minutes)} GPU minutes at most"
     yield (
@@ -200,12 +200,7 @@ def memory_line(option: Option, peak_bytes: int | None, reason: str) -> str:
 def name(option: Option) -> str:
     s = option.prediction.setup
     method = "QLoRA, " if s.quantised else "LoRA, " if s.has_adapters else ""
-    return f"{s.gpus} x {s.gpu.name}, {method}{_variant(option)}"
-
-
-def _variant(option: Option) -> str:
-    s = option.prediction.setup
-    return f"{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
+    return f"{s.gpus} x {s.gpu.name}, {method}{variant(s)}"
 
 
 def result(decision: Decision, option: Option) -> str:

@@ -106,7 +106,7 @@ def memory_parts(
         verdict = Cell("fits", "", "good") if whole <= usable else Cell("does not fit", "", "bad")
         rows.append((Cell(f"usable: {verdict.text}", "", verdict.tone), Cell(f"{usable / _GIB:.1f}")))
     if too_large:
-        notes.append(f"Too large by rehearsal, so not chosen: {'; '.join(map(_variant, too_large))}.")
+        notes.append(f"Too large by rehearsal, so not chosen: {'; '.join(map(variant, too_large))}.")
     if one.setup.offload:
         assumed = memory.USABLE_RATIO * host_memory_bytes(one.setup.gpu)
         notes.append(
@@ -116,7 +116,8 @@ def memory_parts(
     return Table("Memory of one GPU", (Column("component"), numeric("size, GiB")), tuple(rows), tuple(notes))
 
 
-def _variant(s: Setup) -> str:
+def variant(s: Setup) -> str:
+    """`dp=8,zero3, micro batch 2, no checkpointing`."""
     return f"{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
 
 

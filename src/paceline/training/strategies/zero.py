@@ -273,8 +273,8 @@ def require_large(spec: RunSpec, sizes: Sequence[int]) -> None:
 
     if is_8bit(spec) and (smallest := min(sizes)) < SMALLEST_8BIT:
         raise UnsupportedError(
-            f"the strategy zero joins all trained tensors, so moments of a tensor of {smallest:,} elements would have "
-            f"8 bit, which stay fp32 below {SMALLEST_8BIT:,} elements elsewhere; use optimizer adamw or a larger rank"
+            f"the strategy zero joins all trained tensors: moments of a tensor of {smallest:,} elements would have "
+            f"8 bit, which stay fp32 below {SMALLEST_8BIT:,} elements elsewhere; use optimizer adamw or larger adapters"
         )
 
 
