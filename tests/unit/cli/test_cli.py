@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -601,3 +602,13 @@ def test_a_layout_is_drawn_below_all_strategies_that_have_it(make_spec: Callable
     ]
     whole = experiments.pictures([make_spec("mesh:shard=2", 4), make_spec("mesh:shard=4", 4)])
     assert len(whole) == 2 * (1 + 1 + 4)
+
+
+@pytest.mark.parametrize("verb", ["ui", "status"])
+def test_a_directory_that_may_not_be_read_is_refused(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Tests may run as root, who may read everything.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert cli.main([verb, str(tmp_path)]) == 2
+    assert f"{verb}: got '{tmp_path}', which you may not read; expected a results directory." in capsys.readouterr().err
