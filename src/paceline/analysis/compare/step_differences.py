@@ -24,7 +24,7 @@ from paceline.analysis.training.metrics import Cell
 from paceline.errors import RequestError
 from paceline.experiment.layout import DIMENSIONS
 from paceline.results.records import RunRecord
-from paceline.wording import listed
+from paceline.wording import factor, listed
 
 METRIC = "step_time_s"
 # Groups along these axes are explained: what splits the work differently, and what is computed again.
@@ -241,9 +241,9 @@ def _explained(found: StepDifference) -> str:
 
 def _unexplained(found: StepDifference) -> str:
     differ = f"The profiled steps differ by {milliseconds(abs(found.profiled_s))}"
-    share = (
-        f", {_percent(found.profiled_s / found.difference_s)} of that" if found.profiled_s >= 0 else " the other way"
-    )
+    ratio = found.profiled_s / found.difference_s
+    much = f"{_percent(ratio)} of that" if ratio < 2 else f"{factor(ratio)} times as much"
+    share = f", {much}" if ratio >= 0 else " the other way"
     scatter = f"the scatter of so few steps (±{milliseconds(found.noise_s)})"
     if found.difference_s <= found.noise_s:
         why = f"; all of it is within {scatter}"
