@@ -227,15 +227,24 @@ _MARGINS = {
     "output_tokens_per_s": "{best} is {size} faster than {other}",
     "step_time_s": "A step of {best} takes {size} less time than one of {other}",
     "peak_memory_bytes": "{best} needs {size} less peak memory than {other}",
-    "usd_per_mtok": "A token of {best} costs {size} less than one of {other}",
+    "usd_per_mtok": "A {counted} of {best} costs {size} less than one of {other}",
     "scaling_efficiency_ratio": "{best} scales {size} better than {other}",
 }
 
 
 def margin_sentence(
-    metric: str, best: str, other: str, ratio: float, low: float | None, high: float | None, *, interval: bool = True
+    metric: str,
+    best: str,
+    other: str,
+    ratio: float,
+    low: float | None,
+    high: float | None,
+    *,
+    interval: bool = True,
+    counted: str = "token",
 ) -> str:
     """How far the better of two is from the other, without a full stop; the ratio is from the side of the better one.
+    counted: what a cost is of.
 
     >>> margin_sentence("tokens_per_s", "ddp", "fsdp2 on 4 GPUs", 1.345, 1.312, 1.371)
     'ddp is 34 % faster than fsdp2 on 4 GPUs (95 % interval 31 to 37 %)'
@@ -249,7 +258,7 @@ def margin_sentence(
         text = f"{best} is {factor(ratio)} times as fast as {other}"
     else:
         size, span = percent_words(ratio, low, high)
-        text = _MARGINS[metric].format(best=best, other=other, size=size)
+        text = _MARGINS[metric].format(best=best, other=other, size=size, counted=counted)
     return f"{text} (95 % interval {span})" if span and interval else text
 
 

@@ -193,7 +193,7 @@ def test_a_run_that_hangs_is_ended_with_its_stacks(tmp_path: Path, started: Star
 
 def test_a_process_that_does_not_come_is_named(tmp_path: Path, started: Started) -> None:
     write_experiment(tmp_path, base={"processes": 2})
-    for rank, words in ((0, "missing: rank 1"), (1, "got no answer of rank 0")):
+    for rank, words in ((0, "missing: rank 1"), (1, "got no answer from rank 0")):
         code, error = ended(started(2, ranks=[rank], LIGHT_PATIENCE_S="1")[-1:])[0]
         assert code == 2
         assert words in error

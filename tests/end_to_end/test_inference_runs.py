@@ -85,7 +85,7 @@ def test_two_replicas_answer_every_sample_once(start: Start, asked: Any, tmp_pat
     assert measured == {run["cell"] for run in report["runs"] if run["status"] == "ok"}
 
 
-def test_a_replica_that_fails_half_of_the_time_is_told(start: Start, asked: Any, tmp_path: Path) -> None:
+def test_a_replica_that_fails_half_of_its_requests_is_reported(start: Start, asked: Any, tmp_path: Path) -> None:
     asked(f"engine.url={start(mode='fail')}", *OFFLINE, "warmup_requests=0")
     (record,) = store.read_runs(tmp_path / "asked")[0]
     assert sum(request.error == "http_500" for request in record.requests) == 12

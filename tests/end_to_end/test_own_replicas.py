@@ -315,6 +315,8 @@ def test_all_of_it_ends_with_the_rank_that_started_it(environment: Any) -> None:
         ("transformers:tensor_parallel=2,nodes=2", "tiny-llama", "replicas of 2 nodes do not fit 1 nodes"),
     ],
 )
-def test_what_cannot_be_served_is_told_beforehand(make_spec: Any, named: str, model: str, words: str) -> None:
+def test_a_model_that_cannot_be_served_is_refused_before_the_start(
+    make_spec: Any, named: str, model: str, words: str
+) -> None:
     spec = make_spec(None, 1, workload="inference", model=model, engine=Choice.parse(named))
     assert words in str(plain_engine.check(spec))

@@ -218,7 +218,7 @@ def test_what_matches_nothing_is_hidden_not_broken(looked_at: Any) -> None:
     wait_for(lambda: bars(looked_at, "throughput") == 8)
 
 
-def test_a_mark_tells_its_value_interval_samples_and_runs(looked_at: Any) -> None:
+def test_a_mark_shows_its_value_interval_samples_and_runs(looked_at: Any) -> None:
     svg = looked_at.find_element("css selector", 'figure[data-chart="throughput"] svg')
     looked_at.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
     x, y = looked_at.execute_script(
@@ -606,7 +606,7 @@ def test_a_served_model_is_drawn(served: Any) -> None:
     assert "NaN" not in served.find_element("id", "served").text
 
 
-def test_points_of_an_area_are_told(served: Any) -> None:
+def test_points_of_an_area_are_listed(served: Any) -> None:
     svg = served.find_element("css selector", 'figure[data-chart="served_in_flight"] svg')
     click(served, svg)
     svg.send_keys("\ue014")  # the right arrow

@@ -90,7 +90,7 @@ def test_goodput_at_a_failure_rate_rests_on_the_measured_costs(killed: Any, pace
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_the_restart_cost_is_told(killed: Any, strategy: str) -> None:
+def test_a_report_shows_the_cost_of_a_restart(killed: Any, strategy: str) -> None:
     whole, broken = pair(killed, strategy)
     assert goodput(whole) is None
     held = goodput(broken)
@@ -112,7 +112,7 @@ def test_nothing_is_left_of_checkpoints_and_the_cause_is_kept(killed: Any, livin
     assert living(killed.out) == []
 
 
-def test_show_tells_the_attempts(killed: Any, paceline: Any) -> None:
+def test_show_lists_the_attempts(killed: Any, paceline: Any) -> None:
     _, broken = pair(killed, STRATEGIES[0])
     shown = paceline("show", broken.path).stdout
     assert "attempt 1: failed after" in shown

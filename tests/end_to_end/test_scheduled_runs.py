@@ -87,7 +87,7 @@ def test_from_the_calendar_to_a_report_a_comparison_and_a_notice(scheduled: Sche
     assert (scheduled.folder / "notices").read_text().splitlines() == [f"ok {report}" for report in reports]
 
 
-def test_status_tells_of_it_and_removing_keeps_the_results(scheduled: Scheduled) -> None:
+def test_status_lists_a_schedule_and_removing_it_keeps_the_results(scheduled: Scheduled) -> None:
     paceline = [PYTHON, "-m", "paceline.cli"]
     out = ["--out", str(scheduled.out)]
     told = scheduled.call([*paceline, "status", *out]).stdout

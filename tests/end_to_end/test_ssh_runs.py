@@ -355,7 +355,7 @@ def test_hosts_of_different_versions_are_refused(field: Field, altered: Callable
 
 
 @pytest.mark.exhaustive
-def test_a_clock_that_is_off_is_told_and_stalls_nothing(
+def test_a_wrong_clock_is_reported_and_stalls_nothing(
     field: Field, altered: Callable[..., str], paceline: Callable[..., Any]
 ) -> None:
     python = altered("import time; t = time.time; time.time = lambda: t() - 400")
@@ -383,7 +383,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_ranks_fill_is_told(field: Field, tiny: Path) -> None:
+def test_a_disk_that_ranks_fill_is_reported(field: Field, tiny: Path) -> None:
     """Neither the outcome nor anything else can be written any more: it travels without the disk."""
     status, error = field.run("fill:0", nodes=1, scratch=str(tiny))
     assert status is Status.FAILED
@@ -392,7 +392,7 @@ def test_a_disk_that_ranks_fill_is_told(field: Field, tiny: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_is_full_is_told(field: Field, tiny: Path) -> None:
+def test_a_full_disk_is_reported(field: Field, tiny: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         (tiny / "ballast").write_bytes(bytes(1 << 20))
     status, error = field.run(nodes=1, scratch=str(tiny))

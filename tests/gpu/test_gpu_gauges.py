@@ -90,7 +90,7 @@ def test_the_counter_and_power_over_time_agree(records: list[RunRecord]) -> None
     assert told.joules == pytest.approx(counted.joules, rel=0.25), "power is averaged by the driver over about a second"
 
 
-def test_the_report_tells_the_gpu(report: Report) -> None:
+def test_the_report_names_the_gpu(report: Report) -> None:
     (state,) = report.gauges
     assert state.device == 0
     assert state.clock_min_hz

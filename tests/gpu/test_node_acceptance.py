@@ -45,7 +45,7 @@ def test_the_seeded_steps_give_the_same_bits_twice(record: RunRecord) -> None:
     assert (first.losses, first.weights) == (second.losses, second.weights)
 
 
-def test_the_condition_of_a_data_centre_gpu_is_told(record: RunRecord) -> None:
+def test_the_condition_of_a_data_centre_gpu_is_reported(record: RunRecord) -> None:
     loaded = next(s.facts for s in record.health if s.moment == "loaded")
     for fact in ("vbios", "power_limit_w", "sm_clock_hz", "pcie_width", "pcie_width_max", "ecc_volatile_uncorrected"):
         assert loaded[f"gpu.{fact}"] is not None, fact

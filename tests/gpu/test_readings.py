@@ -27,7 +27,7 @@ def busy() -> telemetry.DeviceSample:
     return found
 
 
-def test_every_gauge_of_a_data_centre_gpu_tells(busy: telemetry.DeviceSample) -> None:
+def test_every_gauge_of_a_data_centre_gpu_has_a_value(busy: telemetry.DeviceSample) -> None:
     missing = [name for name in busy.__slots__ if getattr(busy, name) is None]
     assert not missing
     assert busy.memory_total_bytes is not None

@@ -162,7 +162,7 @@ def test_a_write_on_an_old_version_is_a_conflict_and_a_dry_run_writes_nothing(ap
     api.core.delete_namespaced_config_map("shared", NAMESPACE)
 
 
-def test_a_watch_tells_every_change_in_order_and_says_when_it_is_too_old(api: Any, cluster: Cluster) -> None:
+def test_a_watch_sends_every_change_in_order_and_an_error_when_it_is_too_old(api: Any, cluster: Cluster) -> None:
     from kubernetes import watch
     from kubernetes.client.exceptions import ApiException
 
@@ -300,7 +300,7 @@ def test_with_a_limit_for_each_index_one_that_fails_takes_no_other_along(api: An
 
 
 @pytest.mark.parametrize("accident", ["lose_node", "silence_node"])
-def test_a_node_that_is_gone_tells_nothing_of_how_its_containers_ended(
+def test_a_lost_node_does_not_report_how_its_containers_ended(
     api: Any, cluster: Cluster, accident: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that goes while kubelets are at work. Told as an exit code, it would read as a failure of the pod."""

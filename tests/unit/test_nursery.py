@@ -62,7 +62,7 @@ def test_runs_share_one_until_it_dies(path: Path, started: Children) -> None:
     assert len(started) == 2
 
 
-def test_one_that_cannot_begin_is_told_at_once(path: Path, started: Children, golden: object) -> None:
+def test_a_process_that_cannot_start_is_reported_at_once(path: Path, started: Children, golden: object) -> None:
     with pytest.raises(ChildProcessError) as caught:
         nursery._connected(path, "broken", {})
     assert str(caught.value) == golden

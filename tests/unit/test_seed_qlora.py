@@ -27,7 +27,7 @@ def test_the_page_says_what_the_code_says() -> None:
     assert PAGE.read_text() == written
 
 
-def test_outside_the_marks_stands_no_number_that_was_computed() -> None:
+def test_computed_numbers_are_only_between_the_marks() -> None:
     prose = MARKED.sub("", PAGE.read_text())
     assert not re.search(r"\d+(\.\d+)?\s*(%|USD|ms|MB|times)", prose)
     assert not re.search(r"\d\.\d", prose)

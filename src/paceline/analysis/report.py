@@ -511,9 +511,9 @@ def _served_notes(records: Sequence[RunRecord], costs: Sequence[object], costing
     if costs or costing.prices is None:
         return []
     if any(record.shares_gpu for record in records):
-        return ["replicas share a GPU, so there is no inference cost"]
+        return ["--price: replicas share a GPU, so there is no inference cost"]
     if all(stage.replica is not None for record in records for stage in record.stages) and records[0].stages:
-        return ["replicas took turns to be compared, so there is no inference cost"]
+        return ["--price: replicas took turns to be compared, so there is no inference cost"]
     return ["--price: no load met its limits on a device that the price applies to, so there is no inference cost"]
 
 

@@ -15,13 +15,14 @@ from paceline.cli.predictions import (
     add_question,
     add_serving,
     check_rehearsal,
+    rehearsing,
     serving_options,
     setup_from,
     tokens_of,
     usd_of,
     words_of,
 )
-from paceline.cli.verbs import add_out_option, add_verb, console, print_hanging
+from paceline.cli.verbs import add_out_option, add_verb, console, print_hanging, waiting
 from paceline.errors import RequestError, require
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 # How often predictions that learned from the runs may add candidates.
 MOST_PASSES = 2
-# How many best options in a row a rehearsal may refuse.
-MOST_REHEARSALS = 3
 
 
 def add_verbs(verbs: Any) -> None:
@@ -64,13 +63,15 @@ def choose(arguments: argparse.Namespace) -> int:
     check_rehearsal(arguments)
     known = read_known(arguments.anchor)
     decision = predicted = _decision(arguments, known)
+    candidates = _candidates(arguments, decision) if arguments.measure and decision.best is not None else []
     stored.append(
         arguments.out, [stored.to_dict(one.prediction) for one in decision.options[:MOST_LAYOUTS]], time.time()
     )
     halved = None
-    if arguments.measure and decision.best is not None:
-        decision, halved = _measure(arguments, known, decision)
-    decision, memory = _rehearsed(arguments, decision)
+    if candidates:
+        decision, halved = _measure(arguments, known, decision, candidates)
+    with waiting(rehearsing(arguments)):
+        decision, memory = _rehearsed(arguments, known, decision, halved)
     files = _write_files(arguments, decision, measured=halved is not None and halved.best is not None)
     code = OK if decision.best is not None else SOME_FAILED
     if arguments.json:
@@ -84,27 +85,38 @@ def choose(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _rehearsed(arguments: argparse.Namespace, decision: Decision) -> tuple[Decision, list[str]]:
-    """The decision without a best option that its rehearsal shows not to fit, and what was rehearsed, in sentences."""
+def _rehearsed(
+    arguments: argparse.Namespace, known: Known, decision: Decision, halved: Halved | None
+) -> tuple[Decision, list[str]]:
+    """A decision whose best option fits when it is rehearsed, and what was rehearsed, in sentences.
+
+    After a rehearsal that does not fit, options are chosen again as if the arithmetic were too low by the same factor.
+    """
     from paceline.campaign.run.rehearsed import rehearse
     from paceline.prediction import choosing
+    from paceline.prediction import memory as arithmetic
     from paceline.report.tables import choices
 
-    lines = []
-    for _ in range(MOST_REHEARSALS):
-        best = decision.best
-        if best is None or best.prediction.measured_by is not None:
-            break
-        memory = rehearse(arguments.model, best.prediction.setup, arguments.rehearse)
+    lines, factor = list[str](), 1.0
+    while (best := decision.best) is not None and best.prediction.measured_by is None:
+        setup = best.prediction.setup
+        memory = rehearse(arguments.model, setup, arguments.rehearse)
         lines.append(choices.memory_line(best, memory.peak_bytes, memory.reason))
-        if choices.is_within(best, memory.peak_bytes):
+        peak = memory.peak_bytes
+        if peak is None or arithmetic.fits(setup, peak_bytes=peak):
             break
-        decision = choosing.without(decision, best, choosing.TOO_LARGE)
+        factor = max(factor, peak / arithmetic.total(setup))
+        decision = _decision(arguments, known, halved.anchors if halved else (), factor)
+        if halved is not None:
+            decision = choosing.with_measured(decision, halved)
     return decision, lines
 
 
-def _decision(arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor] = ()) -> Decision:
-    """The options of the command line by prediction. runs: measured meanwhile."""
+def _decision(
+    arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor] = (), memory_factor: float = 1.0
+) -> Decision:
+    """The options of the command line by prediction. runs: measured meanwhile. memory_factor: how much more memory than
+    the arithmetic says a rehearsal needed."""
     from paceline.prediction import choosing, layouts
 
     budget = arguments.budget
@@ -114,9 +126,9 @@ def _decision(arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor
         raise RequestError("--deadline and --budget: got no --tokens, expected how many tokens to train, such as 2B.")
     options: list[choosing.Option] = []
     enumerated = fitting = 0
-    for method in words_of(arguments.method):
-        for gpu in words_of(arguments.gpu):
-            for gpus in words_of(arguments.gpus):
+    for method in words_of("--method", arguments.method):
+        for gpu in words_of("--gpu", arguments.gpu):
+            for gpus in words_of("--gpus", arguments.gpus):
                 require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
                 one = argparse.Namespace(**{**vars(arguments), "gpu": gpu, "gpus": int(gpus), "method": method})
                 base = setup_from(one, known, whole=True)
@@ -125,19 +137,21 @@ def _decision(arguments: argparse.Namespace, known: Known, runs: Sequence[Anchor
                         base, int(base.global_batch), arguments.micro_batch, arguments.checkpointing
                     )
                 )
-                ranked = layouts.rank(tried, [*known.anchors, *runs], known.observations)
+                ranked = layouts.rank(tried, [*known.anchors, *runs], known.observations, memory_factor)
                 enumerated += len(tried)
                 if ranked is not None:
                     fitting += ranked.fitting
                     usd = usd_of(one)
                     options += [choosing.Option(prediction=p, usd_per_gpu_hour=usd) for p in ranked.all]
     if not options:
+        rehearsed = f" (a rehearsal needed {memory_factor:.3g} times as much as the arithmetic says)"
         raise RequestError(
             f"--gpus: got {arguments.gpus} x {arguments.gpu}, expected enough memory for {arguments.model}. No layout "
-            "fits, not even with offload to the host: use more GPUs, --method qlora, or a shorter --seq."
+            f"fits, not even with offload to the host{rehearsed if memory_factor > 1 else ''}: use more GPUs, "
+            "--method qlora, or a shorter --seq."
         )
     unpriced = limits.budget_usd is not None and any(one.usd_per_gpu_hour is None for one in options)
-    require(not unpriced, "--budget", limits.budget_usd, "a --price as well: none is known for this GPU")
+    require(not unpriced, "--budget", limits.budget_usd, f"--price as well: {arguments.gpu} has no known price")
     return choosing.decide(options, limits, arguments.by, enumerated, fitting)
 
 
@@ -167,15 +181,12 @@ def _write_files(arguments: argparse.Namespace, decision: Decision, *, measured:
     return written
 
 
-def _measure(arguments: argparse.Namespace, known: Known, decision: Decision) -> tuple[Decision, Halved]:
-    """Run the proposed layouts that Paceline can run, by successive halving, and decide again with what they showed.
-
-    Predictions learn from the runs. If they then expect a layout that was not run to be faster, it is run as well.
-    """
+def _candidates(arguments: argparse.Namespace, decision: Decision) -> list[Setup]:
+    """The proposed layouts that Paceline can run; RequestError if there are none, or not on the machine of `--gpu`."""
     from paceline.campaign.run import forecast
-    from paceline.prediction import choosing, experiment_file, hardware
+    from paceline.prediction import experiment_file, hardware
 
-    kinds = words_of(arguments.gpu)
+    kinds = words_of("--gpu", arguments.gpu)
     require(len(kinds) == 1, "--measure", ",".join(kinds), "one kind of GPU: the launcher decides where runs go")
     proposed = [one.prediction.setup for one in (decision.to_measure or decision.options[:1])]
     gpu = proposed[0].gpu
@@ -187,6 +198,18 @@ def _measure(arguments: argparse.Namespace, known: Known, decision: Decision) ->
     if not candidates:
         reason = experiment_file.runnable(proposed[0])
         raise RequestError(f"--measure: got {proposed[0].layout}, expected a layout that Paceline runs. {reason}.")
+    return candidates
+
+
+def _measure(
+    arguments: argparse.Namespace, known: Known, decision: Decision, candidates: Sequence[Setup]
+) -> tuple[Decision, Halved]:
+    """Run the candidates by successive halving, and decide again with what they showed.
+
+    Predictions learn from the runs. If they then expect a layout that was not run to be faster, it is run as well.
+    """
+    from paceline.prediction import choosing, experiment_file
+
     usd = decision.options[0].usd_per_gpu_hour
 
     def cost(timed: Timed) -> float:

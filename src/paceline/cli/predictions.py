@@ -104,6 +104,7 @@ def add_question(verb: Parser, *, several: bool = False) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run.measured_setups import read_known
+    from paceline.prediction import memory as needs
     from paceline.prediction import scaling, stored
     from paceline.prediction.predict import next_measurement, worth
     from paceline.prediction.predict import predict as predicted
@@ -119,24 +120,27 @@ def predict(arguments: argparse.Namespace) -> int:
         return serving_options(arguments)
     most = arguments.up_to
     require(most is None or most > arguments.gpus, "--up-to", most, f"more than the {arguments.gpus} of --gpus")
+    alone = most is None or not (arguments.json or arguments.save or arguments.layout == "all")
+    require(alone, "--up-to", most, "no --json, --save or --layout all, which are of one number of GPUs")
     known = read_known(arguments.anchor)
     anchors, observations = known.anchors, known.observations
     tokens, usd = tokens_of(arguments), usd_of(arguments)
     if arguments.layout == "all":
         return _all_layouts(arguments, known)
     screen = console()
-    if arguments.up_to is not None and not arguments.json:
-        grown = scaling.extrapolate(setup_from(arguments, known), arguments.up_to, anchors, observations)
+    if most is not None:
+        grown = scaling.extrapolate(setup_from(arguments, known), most, anchors, observations)
         screen.print(Fitted(tables.scaled(grown)))
         print_hanging(screen, scaling.limit_text(grown), 2)
         return OK
-    with waiting(f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"):
+    with waiting(rehearsing(arguments)):
         setup, memory, too_large = _rehearsed(arguments, known)
     one = predicted([setup], anchors, observations)[0]
     if arguments.save:
         stored.append(arguments.out, [stored.to_dict(one, tokens, usd)], time.time())
     if arguments.json:
-        print(json.dumps({**stored.to_dict(one, tokens, usd), **memory.to_dict()}, indent=2))
+        fits = {"fits": needs.fits(setup, peak_bytes=memory.peak_bytes)}
+        print(json.dumps({**stored.to_dict(one, tokens, usd), **fits, **memory.to_dict()}, indent=2))
         return OK
     parts = tables.memory_parts(one, memory.components, memory.reason, too_large)
     for table in (tables.summary(one, tokens, usd, memory.peak_bytes), tables.time_parts(one), parts):
@@ -146,6 +150,10 @@ def predict(arguments: argparse.Namespace) -> int:
     if suggested := next_measurement(one.setup, anchors, observations)[:4]:
         screen.print(Fitted(tables.suggestions(suggested)))
     return OK
+
+
+def rehearsing(arguments: argparse.Namespace) -> str:
+    return f"Rehearsing the memory: at most {arguments.rehearse:g} s each (--rehearse 0 skips it)"
 
 
 def _rehearsed(arguments: argparse.Namespace, known: Known) -> tuple[Setup, Rehearsed, list[Setup]]:
@@ -161,8 +169,8 @@ def _rehearsed(arguments: argparse.Namespace, known: Known) -> tuple[Setup, Rehe
             # Nothing smaller is left open.
             return *tried[-1], [setup for setup, _ in tried[:-1]]
         found = rehearse(arguments.model, one, arguments.rehearse)
-        usable, peak = memory.usable_bytes(one), found.peak_bytes
-        if usable is None or peak is None or peak <= usable:
+        peak = found.peak_bytes
+        if peak is None or memory.fits(one, peak_bytes=peak):
             return one, found, [setup for setup, _ in tried]
         tried.append((one, found))
         factor = max(factor, peak / memory.total(one))
@@ -273,7 +281,7 @@ def setup_from(
 
 
 def check_rehearsal(arguments: argparse.Namespace) -> None:
-    require(arguments.rehearse >= 0, "--rehearse", arguments.rehearse, "seconds from 0")
+    require(0 <= arguments.rehearse <= 86_400, "--rehearse", arguments.rehearse, "seconds from 0 to 86,400")
 
 
 def tokens_of(arguments: argparse.Namespace) -> float | None:
@@ -324,8 +332,8 @@ def serving_options(arguments: argparse.Namespace) -> int:
     require(bool(anchors) or not arguments.anchor, "--anchor", ", ".join(arguments.anchor), expected)
     measured = [(one.served, one.tokens_per_s) for one in anchors]
     found = []
-    for gpu in words_of(arguments.gpu):
-        for gpus in words_of(str(arguments.gpus)):
+    for gpu in words_of("--gpu", arguments.gpu):
+        for gpus in words_of("--gpus", str(arguments.gpus)):
             require(gpus.isdigit() and int(gpus) > 0, "--gpus", gpus, "whole numbers from 1")
             base = serving.Served(
                 shape=arithmetic.load(Choice.parse(arguments.model)),
@@ -354,9 +362,11 @@ def serving_options(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def words_of(text: str) -> list[str]:
+def words_of(option: str, text: str) -> list[str]:
     """The words of an option with several values, each once."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    require(bool(words), option, text, "at least one value")
+    return words
 
 
 # --- score ---

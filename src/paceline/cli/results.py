@@ -212,7 +212,9 @@ def conclude(
     report = report_of(directory, costing, baseline)
     # Print before saying what could not be written: a full disk must not hide the answer.
     with collection_paused(), _exporting(report, exporters, directory) as exported:
-        screen.print(presentation.section_group(report) if verbose else presentation.brief_group(report))
+        asks_cost = costing.prices is not None or costing.goal is not None
+        brief = presentation.brief_group(report, with_cost=asks_cost)
+        screen.print(presentation.section_group(report) if verbose else brief)
         lines = presentation.recommendation_lines(report) if verbose else presentation.brief_lines(report)
         # The headline may be the whole answer.
         headline = summary.headline(report)

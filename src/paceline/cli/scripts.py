@@ -104,11 +104,12 @@ def written_experiment(command: list[str], arguments: argparse.Namespace) -> Ite
     import yaml
 
     from paceline.experiment.script import Script, require_no_secret
+    from paceline.host import files
 
     require_no_secret(command, {})
-    name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Script(command=tuple(command)).title.removesuffix(".py"))
-    accepted = "a name of letters, digits, '.', '_' and '-'"
-    require(re.fullmatch(r"[A-Za-z0-9._-]+", name) is not None, "--name", name, accepted)
+    name = _name_of(Script(command=tuple(command)).title) if arguments.name is None else arguments.name
+    accepted = "a name of letters, digits, '.', '_' and '-', beginning with a letter or digit"
+    require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None, "--name", name, accepted)
     trace = {} if arguments.trace is None else {"trace": arguments.trace}
     given = {"steps": arguments.steps, "processes": arguments.processes}
     base = {
@@ -120,16 +121,15 @@ def written_experiment(command: list[str], arguments: argparse.Namespace) -> Ite
     path = Path(arguments.out) / f"{name}.yaml"
     is_new = not path.parent.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else None
-        path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        files.write_atomically(path, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise RequestError(f"--out: {str(path)!r} cannot be written ({error.strerror}).") from None
     try:
         yield path
     except RequestError:
         if before is not None:
-            path.write_bytes(before)
+            files.write_atomically(path, before)
         else:
             path.unlink(missing_ok=True)
         if is_new:
@@ -137,6 +137,15 @@ def written_experiment(command: list[str], arguments: argparse.Namespace) -> Ite
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
         raise
+
+
+def _name_of(title: str) -> str:
+    """The name of an experiment with this script.
+
+    >>> _name_of("train.py"), _name_of("_my train.py"), _name_of("⚡.py")
+    ('train', 'my-train', 'script')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", title.removesuffix(".py")).strip("._-") or "script"
 
 
 def require_possible(source: Path, settings: list[str]) -> None:

@@ -113,6 +113,8 @@ def add_allow_option(verb: Parser, text: str) -> None:
 def require_directory(out: Path, where: str = "--out") -> None:
     if not out.is_dir():
         raise RequestError(f"{where}: got {str(out)!r}, which is not a directory; expected a results directory.")
+    if not os.access(out, os.R_OK | os.X_OK):
+        raise RequestError(f"{where}: got {str(out)!r}, which you may not read; expected a results directory.")
 
 
 def print_checks(checks: Sequence[Any]) -> None:
@@ -149,14 +151,15 @@ def storage_advice(error: OSError) -> str | None:
 
 _FREE = "Free some space there, then repeat the command"
 _ALLOW = "Make it writable or use another directory, then repeat the command"
+_PERMIT = "Change its permissions or use another directory, then repeat the command"
 _MOUNT = "Check that its disk is mounted and healthy, then repeat the command"
 _STORAGE = {
     errno.ENOSPC: _FREE,
     errno.EDQUOT: _FREE,
     errno.EFBIG: _FREE,
     errno.EROFS: _ALLOW,
-    errno.EACCES: _ALLOW,
-    errno.EPERM: _ALLOW,
+    errno.EACCES: _PERMIT,
+    errno.EPERM: _PERMIT,
     errno.ENOENT: _MOUNT,
     errno.ENOTDIR: _MOUNT,
     errno.EIO: _MOUNT,

@@ -90,6 +90,9 @@ def measured(options: Mapping[str, Any], unmeasured: Collection[str]) -> dict[st
 MOST_PROCESSES = 100_000
 MOST_RUNS = 10_000
 MOST_STEPS = 10**9
+MOST_TOKENS = 10**12
+# What every generator of random numbers takes, also numpy's old one.
+MOST_SEED = 2**32 - 1
 
 
 def check_runs(where: str, count: int) -> None:
@@ -195,6 +198,9 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "micro_batch", "accumulation"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number from 1")
+        tokens = self.micro_batch * self.accumulation * self.sequence_length
+        accepted = f"at most {MOST_TOKENS:,} tokens of a process in a step"
+        require(tokens <= MOST_TOKENS, "micro_batch x accumulation x sequence_length", tokens, accepted)
         require(self.checkpointing in CHECKPOINTING, "checkpointing", self.checkpointing, ", ".join(CHECKPOINTING))
         compilation(self.compile)
         require(
@@ -299,7 +305,7 @@ class RunSpec:
         require(every is None or every >= 1, "checkpoint_every", every, "a number of steps from 1, or null for none")
         has_any = every is not None or not self.checkpoint_async
         require(has_any, "checkpoint_async", self.checkpoint_async, "false, or a number of steps as checkpoint_every")
-        require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
+        require(0 <= self.seed <= MOST_SEED, "seed", self.seed, f"a whole number from 0 to {MOST_SEED:,}")
         require(type(self.repeat) is int and self.repeat >= 0, "repeat", self.repeat, "a whole number from 0")
         for name in ("env", "contents"):
             value = getattr(self, name)

@@ -21,8 +21,6 @@ from paceline.prediction.setup import SHARDS, Setup
 MOST_RUNS = 4
 # Differences below this are equal: no one moves a cluster for it.
 EQUAL = 0.01
-# Why an option is refused that fits by arithmetic only.
-TOO_LARGE = "too large by rehearsal"
 # Steps of the rounds of successive halving.
 ROUNDS = (10, 20, 40)
 
@@ -34,10 +32,6 @@ class Limits:
     tokens: float | None = None
     deadline_s: float | None = None
     budget_usd: float | None = None
-
-    @property
-    def are_set(self) -> bool:
-        return self.deadline_s is not None or self.budget_usd is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +146,6 @@ def _complexity(option: Option) -> tuple[int, ...]:
     """How much there is to set up: offload, splits of the model, sharding."""
     s = option.prediction.setup
     return int(s.offload), s.tp * s.pp * s.cp * s.ep, SHARDS.index(s.shard)
-
-
-def without(decision: Decision, option: Option, why: str) -> Decision:
-    """The decision without an option that turned out to be none."""
-    left = [one for one in decision.options if one is not option]
-    found = decide(left, decision.limits, decision.by, decision.enumerated, decision.fitting)
-    return replace(found, refused=(*decision.refused, (option, why)))
 
 
 def _may_equal(best: Option, other: Option, by: str) -> bool:

@@ -101,10 +101,16 @@ class Ranked:
 
 
 def rank(
-    setups: Sequence[Setup], anchors: Sequence[Anchor] = (), observations: Sequence[Observation] = ()
+    setups: Sequence[Setup],
+    anchors: Sequence[Anchor] = (),
+    observations: Sequence[Observation] = (),
+    memory_factor: float = 1.0,
 ) -> Ranked | None:
-    """The layouts by predicted speed, one for each set of degrees and sharding; None if none fits."""
-    fitting = [one for one in setups if memory.fits(one)]
+    """The layouts by predicted speed, one for each set of degrees and sharding; None if none fits.
+
+    memory_factor: how much more memory than the arithmetic says a rehearsal needed.
+    """
+    fitting = [one for one in setups if memory.fits(one, memory_factor)]
     predictions = sorted(predict(fitting, anchors, observations), key=cost_of)
     # The best micro batch and checkpointing of each layout; the others are variants of it.
     variants: dict[tuple[object, ...], list[Prediction]] = {}

@@ -119,11 +119,12 @@ def usable_bytes(one: Setup) -> float | None:
     return None if one.gpu.memory_bytes is None else USABLE_RATIO * one.gpu.memory_bytes
 
 
-def fits(one: Setup, factor: float = 1.0) -> bool:
-    """Whether the arithmetic leaves room on the GPU (if its memory is known) and, with offload, on the host.
+def fits(one: Setup, factor: float = 1.0, peak_bytes: float | None = None) -> bool:
+    """Whether there is room on the GPU (if its memory is known) and, with offload, on the host.
 
-    factor: how much more than the arithmetic a rehearsal needed.
+    factor: how much more than the arithmetic a rehearsal of a similar setup needed. peak_bytes: of a rehearsal of this
+    one, which counts instead of the arithmetic.
     """
-    usable = usable_bytes(one)
+    usable, needed = usable_bytes(one), factor * total(one) if peak_bytes is None else peak_bytes
     on_host = not one.offload or host_bytes(one) <= USABLE_RATIO * host_memory_bytes(one.gpu)
-    return on_host and (usable is None or factor * total(one) <= usable)
+    return on_host and (usable is None or needed <= usable)

@@ -35,6 +35,8 @@ from paceline.prediction.setup import SHARDS, Setup
 from paceline.prediction.step_time import PARTS, columns, parts, step_time
 
 METHODS = ("full", "lora", "qlora")
+# More GPUs, tokens or sequences than anyone has.
+MOST_COUNTED = 10**9
 DEFAULT_SEQUENCE, DEFAULT_BATCH = 4096, 256
 # Micro batches and start-up of a run that is only made to measure: seconds.
 MEASURING_S = 90.0
@@ -278,15 +280,8 @@ def setup_of(
     """
     shape = arithmetic.load(Choice.parse(model))
     device = hardware.accelerator(gpu) if isinstance(gpu, str) else gpu
-    counts = {"--gpus": gpus, "--seq": sequence_length, "--global-batch": global_batch, "--micro-batch": micro_batch}
-    for option, count in counts.items():
-        require(count is None or count >= 1, option, count, "a whole number from 1")
-    kinds = ("none", "selective", "full")
-    require(checkpointing in (None, *kinds), "--checkpointing", checkpointing, ", ".join(kinds))
-    require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
-    has_fp8 = device.fp8_flops > device.flops
-    require(precision != "fp8" or has_fp8, "--precision", "fp8", f"bf16 or fp16: {device.gpu} has no 8-bit products")
-    require(method in METHODS, "--method", method, ", ".join(METHODS))
+    _require_counts(gpus=gpus, seq=sequence_length, global_batch=global_batch, micro_batch=micro_batch)
+    _require_known(device, precision, checkpointing, method)
     require(ep == 1 or (method == "full" and not offload), "--layout", f"ep={ep}", "no ep with adapters or offload")
     ranks = _data_ranks(shape, gpus, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, vp=vp)
     length = sequence_length or min(shape.context, DEFAULT_SEQUENCE)
@@ -332,6 +327,21 @@ def setup_of(
     if ranks == 1 and cp == 1:
         shards = ("none",)
     return _completed(base, shards, checkpointing, micro_batch or mb, per_rank, memory_factor)
+
+
+def _require_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        accepted = f"a whole number from 1 to {MOST_COUNTED:,}"
+        require(count is None or 1 <= count <= MOST_COUNTED, f"--{name.replace('_', '-')}", count, accepted)
+
+
+def _require_known(device: Accelerator, precision: str, checkpointing: str | None, method: str) -> None:
+    kinds = ("none", "selective", "full")
+    require(checkpointing in (None, *kinds), "--checkpointing", checkpointing, ", ".join(kinds))
+    require(precision in ("bf16", "fp16", "fp8"), "--precision", precision, "bf16, fp16 or fp8")
+    has_fp8 = device.fp8_flops > device.flops
+    require(precision != "fp8" or has_fp8, "--precision", "fp8", f"bf16 or fp16: {device.gpu} has no 8-bit products")
+    require(method in METHODS, "--method", method, ", ".join(METHODS))
 
 
 def _data_ranks(shape: Shape, gpus: int, *, dp: int | None, tp: int, pp: int, cp: int, ep: int, vp: int) -> int:

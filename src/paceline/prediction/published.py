@@ -48,10 +48,6 @@ def _software() -> dict[str, dict[str, Any]]:
     return tomllib.loads((Path(__file__).parent / "software.toml").read_text(encoding="utf-8"))
 
 
-def software_names() -> tuple[str, ...]:
-    return tuple(_software())
-
-
 def software(name: str) -> tuple[Software, str]:
     """The program of this name (or of this published source), and how it shards where nothing is said."""
     table = _software()

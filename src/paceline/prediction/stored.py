@@ -85,7 +85,12 @@ def interval(value: float, low: float, high: float) -> dict[str, float]:
 
 def append(out: Path, rows: Iterable[Mapping[str, Any]], made_at: float) -> Path:
     """Add predictions to the file of a results directory."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise RequestError(
+            f"--out: got {str(out)!r}, which is not a directory; expected a results directory."
+        ) from None
     path = out / FILE
     with path.open("a", encoding="utf-8") as file:
         for row in rows:

@@ -66,8 +66,11 @@ def section_group(report: Report, *names: str) -> RenderableType | None:
     return Group(*found) if found else None
 
 
-def brief_group(report: Report) -> RenderableType:
-    """The headline, one line of trust, the table that answers the question, what failed, and what was left out."""
+def brief_group(report: Report, *, with_cost: bool = False) -> RenderableType:
+    """The headline, one line of trust, the table that answers the question, what failed, and what was left out.
+
+    with_cost: the user asked for costs.
+    """
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -76,9 +79,10 @@ def brief_group(report: Report) -> RenderableType:
     known = {section.name: section for section in sections(report) if section.name not in NOT_ON_TERMINAL}
     lead = next((section for section in known.values() if section.tables), None)
     shown: list[Table] = []
-    for section in (lead, *(known.get(name) for name in _FAILURES if lead is None or name != lead.name)):
+    more = (*(("cost",) if with_cost else ()), *_FAILURES)
+    for section in (lead, *(known.get(name) for name in more if lead is None or name != lead.name)):
         if section is not None:
-            most = MOST_TABLES if section.name in ("ranking", "nodes", "tradeoffs", *_FAILURES) else 1
+            most = MOST_TABLES if section.name in ("ranking", "nodes", "tradeoffs", *more) else 1
             shown += section.tables[:most]
     if (ranking := known.get("ranking")) is not None and ranking.text:
         found += (Text(ranking.text), Text(""))
@@ -86,8 +90,11 @@ def brief_group(report: Report) -> RenderableType:
     found += (Fitted(essential(table, warnings)) for table in shown)
     for line in _differences(report):
         found += (Padding(Text(line), (0, 0, 0, 2)), Text(""))
+    # Why there is no answer to an option of the command line.
+    answers = [note for note in report.notes if note.startswith("--")]
+    found += (Padding(Text(note, style="yellow"), (0, 0, 1, 2)) for note in answers)
     tables = sum(len(section.tables) + len(section.bars) for section in known.values())
-    notes = sum(note not in warnings for table in shown for note in table.notes) + len(report.notes)
+    notes = sum(note not in warnings for table in shown for note in table.notes) + len(report.notes) - len(answers)
     parts = [f"{n} more {noun}{'s' if n > 1 else ''}" for n, noun in ((tables - len(shown), "table"),) if n]
     parts += [f"{notes} note{'s' if notes > 1 else ''}"] if notes else []
     if parts:

@@ -334,7 +334,8 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
             if len(rest) > _MOST_PADDING or rest.strip(b"\0") or stream.tell() % 2**32 != size:
                 raise RequestError(f"{path}: data after the end of the capsule, {_EXPECTED}.")
     except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
-        raise RequestError(f"{path}: not a complete capsule ({error or type(error).__name__}), {_EXPECTED}.") from None
+        why = "not a gzip file" if isinstance(error, gzip.BadGzipFile) else error or type(error).__name__
+        raise RequestError(f"{path}: not a complete capsule ({why}), {_EXPECTED}.") from None
     if pending:
         raise RequestError(f"{path}: {min(pending)} is missing, {_EXPECTED}.")
     _require_agreement(path, manifest, folder / ROOT / "runs")

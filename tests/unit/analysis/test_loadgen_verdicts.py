@@ -73,7 +73,7 @@ def test_a_verdict_over_failed_requests_does_not_count(golden: object) -> None:
     assert not found.agrees
 
 
-def test_a_client_at_its_limit_is_told_though_loadgen_does_not_look(golden: object) -> None:
+def test_a_client_at_its_limit_is_reported_although_loadgen_does_not_check(golden: object) -> None:
     (found,) = mlperf_verdict.verdicts([record(sample(cpu_ratio=0.97))])
     assert found.theirs.verdict == "INVALID(client)"
     assert found.text == golden

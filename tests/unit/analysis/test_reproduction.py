@@ -116,7 +116,7 @@ def test_other_data_beyond_the_reference_is_seen(stored: list[RunRecord]) -> Non
     assert "data" in found.reason
 
 
-def test_losses_that_drifted_are_told(stored: list[RunRecord]) -> None:
+def test_losses_that_drifted_are_reported(stored: list[RunRecord]) -> None:
     def drifted(record: RunRecord) -> RunRecord:
         steps = (dataclasses.replace(s, loss=s.loss * (1 + 1e-6 * (s.step > 3))) for s in record.steps)
         return dataclasses.replace(record, steps=tuple(steps))
@@ -138,7 +138,7 @@ def test_another_kind_of_device_is_undecided_and_named(stored: list[RunRecord], 
     assert not found.metrics
 
 
-def test_a_difference_on_any_host_is_told(stored: list[RunRecord]) -> None:
+def test_a_difference_on_any_host_is_reported(stored: list[RunRecord]) -> None:
     """The first host is the same as ever; the second got another driver."""
 
     def on(driver: str) -> list[RunRecord]:

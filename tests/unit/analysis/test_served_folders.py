@@ -148,7 +148,7 @@ def test_a_run_whose_client_was_the_bottleneck_is_not_ranked(folder: Folder, cap
         ((), "http_429", {"ttft_limit_s": 5.0}, 0),
     ],
 )
-def test_a_load_that_was_asked_for_and_is_not_believed_is_in_the_exit_code(
+def test_a_requested_load_that_is_rejected_fails_the_command(
     tmp_path: Path,
     capsys: Any,
     doubted: tuple[int, ...],
@@ -178,7 +178,7 @@ def test_history_counts_served_launches_and_says_which_it_left_out(folder: Folde
     assert list(told["dropped"].values()) == [1]
 
 
-def test_every_format_of_a_report_holds_what_stands_beside_speed(folder: Folder, capsys: Any) -> None:
+def test_every_format_of_a_report_has_the_metrics_beside_speed(folder: Folder, capsys: Any) -> None:
     answers = [build_answer(r, n, "x" if r == 1 else "right") for r in range(3) for n in range(2)]
     replicas = tuple(build_replica(r, f"node-{r}") for r in range(3))
     made = folder("a", 0.1, answers=tuple(answers), replicas=replicas)

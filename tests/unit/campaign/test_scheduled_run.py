@@ -160,9 +160,7 @@ def test_every_end_is_recorded_with_one_sentence(
     assert "hf_abcd" not in (agenda.folder_of(out, "nightly") / agenda.HISTORY).read_text()
 
 
-def test_a_day_on_which_the_cluster_took_nothing_is_told_with_its_reason(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_day_without_runs_is_notified_with_its_reason(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the real campaign, where Slurm's commands are not. It was served, so it does not read as missed."""
     why = "launcher slurm: sbatch is not installed here: run paceline on a host with Slurm's commands"
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -180,7 +178,7 @@ def test_a_day_on_which_the_cluster_took_nothing_is_told_with_its_reason(
     assert [path.name for path in out.glob("schedules/nightly/*/*")] == ["log.txt"], "no run was begun"
 
 
-def test_an_interrupted_run_is_told_once_and_promises_nothing_of_the_next(out: Path, told: Callable[..., None]) -> None:
+def test_an_interrupted_run_is_notified_once_and_promises_no_next_run(out: Path, told: Callable[..., None]) -> None:
     told(code=130, says=WORDS, report=False)
     run(out)
     (shown,) = [line for line in present.lines(agenda.view(out, "nightly", datetime.now(UTC))) if "  ran " in line]
@@ -239,7 +237,7 @@ def test_a_gate_does_not_hide_that_a_run_failed(out: Path, told: Callable[..., N
     assert last(out).outcome == "failed"
 
 
-def test_a_command_is_told_in_variables_and_no_name_becomes_code(
+def test_a_command_gets_its_values_as_variables_and_no_name_becomes_code(
     out: Path, told: Callable[..., None], golden: object
 ) -> None:
     note = out / "note"
@@ -324,7 +322,7 @@ def test_a_refused_timer_leaves_everything_as_it_was(
     assert not (agenda.folder_of(tmp_path, "nightly") / agenda.EXPERIMENT).exists()
 
 
-def test_a_full_disk_at_the_end_does_not_keep_anybody_from_being_told(
+def test_a_full_disk_at_the_end_does_not_prevent_the_notification(
     out: Path, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     real = agenda.record
@@ -343,7 +341,7 @@ def test_a_full_disk_at_the_end_does_not_keep_anybody_from_being_told(
     assert last(out).outcome == "interrupted", "what could not be written is not made up"
 
 
-def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_path: Path, golden: object) -> None:
+def test_the_reason_of_a_run_is_complete_although_the_log_broke_its_line(tmp_path: Path, golden: object) -> None:
     log, report = tmp_path / "log.txt", tmp_path / "report.html"
     log.write_text("≠ 2/2 inference invalid (20.9 s): client: read up to\n5.5 ms late\nReport: report.html\n")
     runs = [{"status": "ok", "reason": None}, {"status": "invalid", "reason": "client: read up to 5.5 ms late"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -265,7 +266,7 @@ def test_a_plan_counts_only_what_could_run_somewhere(here: Path, capsys: pytest.
     assert total("[ddp, 'mesh:tp=3']") == total("[ddp]")
 
 
-def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
+def test_plan_shows_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
     words = [word for setting in asked for word in ("--set", setting)]
     assert cli.main(["plan", "inference", "--commands", *words]) == 0
@@ -458,7 +459,7 @@ def test_a_campaign_in_which_nothing_was_measured_is_a_failure(here: Path, make_
     assert cli.main(["report", "results", "--format", "json"]) == 1
 
 
-def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
+def test_show_prints_one_run(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     by_name = {path.name.split("-")[0]: path for path in store.run_dirs(stored)}
     assert cli.main(["show", str(by_name["ddp"])]) == 0
     assert "CUDA out of memory" in capsys.readouterr().out
@@ -601,3 +602,13 @@ def test_a_layout_is_drawn_below_all_strategies_that_have_it(make_spec: Callable
     ]
     whole = experiments.pictures([make_spec("mesh:shard=2", 4), make_spec("mesh:shard=4", 4)])
     assert len(whole) == 2 * (1 + 1 + 4)
+
+
+@pytest.mark.parametrize("verb", ["ui", "status"])
+def test_a_directory_that_may_not_be_read_is_refused(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Tests may run as root, who may read everything.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert cli.main([verb, str(tmp_path)]) == 2
+    assert f"{verb}: got '{tmp_path}', which you may not read; expected a results directory." in capsys.readouterr().err

@@ -40,6 +40,8 @@ def test_measure_hands_over_every_option_that_run_has(tmp_path: Path, monkeypatc
         (["--trace", "4-5"], "step 5 may be measured"),
         (["--steps", "5"], "5 steps leave none after a warm-up of at least 5"),
         (["--name", "a/b"], "--name: got 'a/b', expected a name of letters"),
+        (["--name", "_a"], "--name: got '_a', expected a name of letters"),
+        (["--name", ""], "--name: got '', expected a name of letters"),
         (["--repeats", "0"], "repeats: got 0, expected a whole number from 1"),
         (["--set", "nonsense=4"], "got the field 'nonsense'"),
     ],

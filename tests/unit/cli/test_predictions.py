@@ -15,6 +15,7 @@ from paceline.campaign.run.rehearsed import Rehearsed
 from paceline.host import prices
 from paceline.prediction import memory, stored
 from paceline.prediction.predict import Worth
+from paceline.prediction.setup import Setup
 from paceline.report.tables import predictions as tables
 
 TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "training_throughput.csv"
@@ -41,7 +42,7 @@ def test_predict_gives_every_quantity_with_its_interval(capsys: pytest.CaptureFi
     assert [row["key"] for row in stored.read(tmp_path)] == [found["key"]]
 
 
-def test_anchors_of_a_table_are_told_their_worth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_worth_of_anchors_of_a_table_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("internevo")][:2]
     path = tmp_path / "ours.csv"
@@ -93,6 +94,7 @@ def test_a_gpu_that_is_not_here_is_not_measured(capsys: pytest.CaptureFixture[st
     words = ["choose", "--model", "llama-8b", "--gpu", "v100", "--gpus", "8", "--measure", "--method", "qlora"]
     assert cli.main([*words, "--out", str(tmp_path), "--rehearse", "0"]) == 2
     assert "--measure: got 'v100', expected a machine with" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "a refused command stores nothing"
 
 
 def test_a_budget_is_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +157,7 @@ def test_memory_is_rehearsed_where_the_program_is_ours(
         (["--global-batch", "7"], "a multiple of dp=8"),
         (["--seq", "-1"], "--seq: got -1, expected a whole number from 1"),
         (["--micro-batch", "0"], "--micro-batch: got 0, expected a whole number from 1"),
+        (["--gpus", f"{10**12}"], f"--gpus: got {10**12}, expected a whole number from 1 to 1,000,000,000"),
         (["--checkpointing", "ful"], "--checkpointing: got 'ful', expected none, selective, full"),
         (["--tokens", "abc"], "--tokens: got 'abc', expected a whole number of tokens"),
         (["--price", "oci-a10"], "--price: got 'oci-a10', expected an on-demand price of H100"),
@@ -162,8 +165,13 @@ def test_memory_is_rehearsed_where_the_program_is_ours(
         (["--layout", "cp=3", "--gpus", "3"], "'cp=3', expected a divisor of half of the sequence, 4096"),
         (["--model", "gpt2-124m", "--seq", "2048"], "--seq: got 2048, expected at most the 1024 learned positions"),
         (["--up-to", "4"], "--up-to: got 4, expected more than the 8 of --gpus"),
+        (["--up-to", "16", "--json"], "--up-to: got 16, expected no --json, --save or --layout all"),
+        (["--up-to", "16", "--layout", "all"], "--up-to: got 16, expected no --json, --save or --layout all"),
         (["--serving", "9/9", "--ttft", "-1"], "--ttft: got -1.0, expected seconds above 0"),
-        (["--rehearse", "-1"], "--rehearse: got -1.0, expected seconds from 0"),
+        (["--rehearse", "-1"], "--rehearse: got -1.0, expected seconds from 0 to 86,400"),
+        (["--rehearse", "inf"], "--rehearse: got inf, expected seconds from 0 to 86,400"),
+        (["--save", "--out", __file__], "test_predictions.py', which is not a directory"),
+        (["--save", "--out", f"{__file__}/new"], "test_predictions.py/new', which is not a directory"),
         (["--serving", "99999999/9"], "expected enough for llama-8b. Use more GPUs, or --precision fp8."),
         (["--serving", "9/9", "--endpoint", "gpu=x9"], "--endpoint: got 'x9', expected one of"),
     ],
@@ -203,22 +211,47 @@ def test_a_setup_that_a_rehearsal_refuses_is_not_predicted(
         capsys, *words, "--rehearse", "1", "--layout", "fsdp", "--micro-batch", "8", "--checkpointing", "none"
     )
     assert "By its rehearsal this does not fit" in " ".join(text.split())
+    words += ["--micro-batch", "2", "--checkpointing", "none", "--layout", "dp=8,zero3"]
+    found = json.loads(answer(capsys, *words, "--rehearse", "1", "--json"))
+    assert (found["fits"], found["memory_source"]) == (False, "rehearsal")
+    assert found["memory_bytes"]["total"] < found["memory_bytes"]["usable"] < found["rehearsed_memory_bytes"]["peak"]
 
 
-def test_an_option_that_a_rehearsal_refuses_is_not_the_nearest(
+def test_choose_recommends_only_what_a_rehearsal_accepts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rehearsals need 1.2 times the arithmetic: of the options without checkpointing only small ones are left."""
     words = ["choose", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8", "--tokens", "10B", "--price", "2.5"]
     words += ["--out", str(tmp_path), "--rehearse", "1"]
-    monkeypatch.setattr(rehearsed, "rehearse", stand_in(1.5))
-    assert cli.main(words) in (0, 1)
-    assert "do not meet the limits" not in capsys.readouterr().out
+    rehearsals = []
+
+    def rehearse(model: str, one: Setup, limit_s: float) -> Rehearsed:
+        rehearsals.append(one)
+        return stand_in(1.2)(model, one, limit_s)
+
+    monkeypatch.setattr(rehearsed, "rehearse", rehearse)
+    found = json.loads(answer(capsys, *words, "--json"))
+    usable = memory.usable_bytes(rehearsals[-1])
+    assert usable is not None
+    fits = [1.2 * memory.total(one) <= usable for one in rehearsals]
+    assert fits == [False] * (len(fits) - 1) + [True]
+    assert len(fits) > 1
+    assert found["options"][0]["layout"] == rehearsals[-1].layout
+    assert all(1.2 * option["memory_bytes"]["total"] <= usable for option in found["options"])
+    # The nearest option that misses a limit is one that fits, too.
     assert cli.main([*words, "--deadline", "30h"]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "No option meets the limits" in text
     refused = [line.split(":")[0] for line in text.split("Memory of ")[1:] if "is no option" in line]
     nearest = text.partition("The nearest is 8 x h100, ")[2].partition(", micro batch")[0]
     assert nearest not in refused
+    # Nothing is left.
+    monkeypatch.setattr(rehearsed, "rehearse", stand_in(30.0))
+    assert cli.main(words) == 2
+    assert (
+        "No layout fits, not even with offload to the host (a rehearsal needed 30 times as much"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_budget_needs_a_price_and_numbers_count_once(
@@ -229,4 +262,4 @@ def test_a_budget_needs_a_price_and_numbers_count_once(
     assert len(once) == len(twice)
     monkeypatch.setattr(prices, "table", lambda: ())
     assert cli.main([*words, "8", "--rehearse", "0", "--tokens", "1M", "--budget", "5"]) == 2
-    assert "--budget: got 5.0, expected a --price as well" in capsys.readouterr().err
+    assert "--budget: got 5.0, expected --price as well: h100 has no known price" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def shown(found: RunRecord) -> list[str]:
     return list(served_lines(verdicts.loads_of_run(found), verdicts.replicas_of_run(found)))
 
 
-def test_what_failed_is_told_by_class_with_one_detail(golden: object) -> None:
+def test_failures_are_listed_by_class_with_one_detail(golden: object) -> None:
     refused: dict[str, Any] = {"error": "http_429", "first_ns": None, "last_ns": None, "token_ns": (), "tokens": None}
     found = [request(0), request(1), request(2, **refused), request(3, **refused, detail="busy, Retry-After 1")]
     assert shown(record([*found, request(4, **{**refused, "error": "reset"})])) == golden
@@ -34,7 +34,7 @@ def test_loads_of_a_sweep_stand_beside_each_other(golden: object) -> None:
     assert [line for line in found if "load" in line] == golden
 
 
-def test_limits_and_a_client_that_is_not_believed_are_told(golden: object) -> None:
+def test_missed_limits_and_an_unreliable_client_are_shown(golden: object) -> None:
     slow = [request(n, first_ns=3 * S, last_ns=3 * S) for n in range(3)]
     found = shown(record(slow, scenario="server", rate_per_s=1.0))
     assert found[0] == golden

@@ -48,7 +48,7 @@ def test_a_file_is_read_before_anything_starts(tmp_path: Path, content: str | No
     assert str(caught.value) == golden
 
 
-def test_a_file_that_was_mended_is_read_again(tmp_path: Path, golden: object) -> None:
+def test_a_corrected_file_is_read_again(tmp_path: Path, golden: object) -> None:
     spec = asked(data=f"jsonl:path={tmp_path / 'f'}")
     (tmp_path / "f").write_text('{"prompt": "x"}\n')
     assert unsupported(spec) is None
@@ -116,9 +116,7 @@ def test_endpoints_that_are_away_are_one_sentence_for_all_runs(
     controller.ask_plugins([replace(dead, launcher=Choice.parse(ELSEWHERE))])
 
 
-def test_endpoints_are_asked_from_one_process_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, golden: object
-) -> None:
+def test_endpoints_are_loaded_from_one_process_by_default(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
 
     def made(**more: Any) -> RunSpec:

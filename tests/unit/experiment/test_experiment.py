@@ -466,7 +466,7 @@ def test_levels_are_recorded_as_the_specs_say_them(file: Any, monkeypatch: pytes
     assert design.levels["strategy"] == ("zero:stage=2",)
 
 
-def test_a_combined_point_stands_beside_the_factors(file: Any) -> None:
+def test_a_combined_point_is_a_cell_beside_the_factors(file: Any) -> None:
     combined = [{"name": "short and wide", "sequence_length": 32, "micro_batch": 4}]
     content = {"design": {"factors": {"sequence_length": [64, 32]}, "combined": combined}, "base": {"micro_batch": 2}}
     specs = file(content)
@@ -551,7 +551,7 @@ def test_memory_is_that_of_fine_tuning_if_a_field_of_it_is_set() -> None:
     assert all(spec.tuning for spec in tuned)
 
 
-def test_the_points_of_a_design_are_told_apart_while_they_run(golden: object) -> None:
+def test_the_points_of_a_design_have_different_names_while_they_run(golden: object) -> None:
     titles = {title(spec) for spec in expansion.load("diagnose", ["device=cpu", "repeats=1"])}
     assert titles == golden
 

@@ -141,6 +141,11 @@ def test_refused_in_one_sentence(
     assert reason in (refusal(spec) or "")
 
 
+@pytest.mark.parametrize("strategy", ["mesh:pp=1,schedule=zbv", "mesh:cp=1,attention=ulysses", "mesh:prefetch=2"])
+def test_one_process_is_a_baseline_whatever_the_options(make_spec: Callable[..., RunSpec], strategy: str) -> None:
+    assert refusal(make_spec(strategy, processes=1, model="tiny-llama", sequence_length=32)) is None
+
+
 def test_memory_by_component_is_predicted_for_layouts(make_spec: Callable[..., RunSpec]) -> None:
     spec = make_spec("mesh:tp=2", processes=2, workload="memory")
     assert plugins.load("workloads", "memory").check(spec) is None

@@ -43,6 +43,8 @@ def refusal(text: str, folder: Path, capsys: pytest.CaptureFixture[str], *more: 
         (BASE.replace("steps: 2", "steps: 2, nodes: 1000000000"), "nodes: got 1000000000, expected at most 100,000"),
         (BASE.replace("steps: 2", "steps: 2, processes: 1000000000"), "processes: got 1000000000"),
         (BASE.replace("steps: 2", f"steps: {10**30}"), "expected a whole number up to 1,000,000,000"),
+        (BASE.replace("steps: 2", f"steps: 2, micro_batch: {10**26}"), "expected at most 1,000,000,000,000 tokens"),
+        (BASE.replace("steps: 2", f"steps: 2, seed: {10**26}"), "seed: got"),
         (BASE.replace("steps: 2", "steps: 2, nodes: 1000, processes: 1000"), "nodes x processes: got 1000000"),
         (f"{LAUGHS}{BASE}", "more than 100,000 values"),
         (f"{BASE}matrix: &m {{seed: [*m]}}\n", "an alias that contains itself"),

@@ -88,7 +88,7 @@ WRONG: list[tuple[Callable[[], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "where", "accepted"), WRONG)
-def test_an_invariant_speaks_in_one_sentence(make: Callable[[], object], where: str, accepted: str) -> None:
+def test_a_broken_invariant_is_one_sentence(make: Callable[[], object], where: str, accepted: str) -> None:
     with pytest.raises(RequestError) as caught:
         make()
     sentence = str(caught.value)

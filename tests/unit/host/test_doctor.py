@@ -90,7 +90,7 @@ def test_a_gpu_out_of_the_table_points_to_the_measured_peak(
     assert "Z9000" in driver.text
 
 
-def test_hidden_and_unusable_gpus_are_told_apart(
+def test_hidden_and_unusable_gpus_are_reported_differently(
     tmp_path: Path, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden = diagnoses(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})["gpu"]

@@ -50,7 +50,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return dict(health.read(0))
 
 
-def test_the_fake_speaks_nvml_and_nothing_else() -> None:
+def test_the_fake_offers_nvml_only() -> None:
     pynvml = pytest.importorskip("pynvml")
     assert [name for name in NVML if not hasattr(pynvml, name)] == []
 
@@ -88,7 +88,7 @@ def test_what_the_driver_does_not_tell_is_none(told: dict[str, Any], fact: str) 
     assert told[f"gpu.{fact}"] is None
 
 
-def test_a_host_without_a_gpu_tells_of_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_gpu_is_checked_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     found = health.read(0)
     assert (

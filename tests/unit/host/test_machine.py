@@ -91,7 +91,7 @@ def test_every_row_has_a_source_a_date_and_plausible_numbers(row: dict[str, obje
     assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
 
 
-def test_no_name_stands_in_two_rows() -> None:
+def test_no_name_is_in_two_rows() -> None:
     names = [name.casefold() for row in ROWS for name in row["names"]]
     assert len(names) == len(set(names))
 
@@ -120,7 +120,7 @@ def test_revision_is_the_commit_of_the_checkout() -> None:
     assert (machine.probe().revision or "").removesuffix("-dirty") == head.stdout.strip()
 
 
-def test_the_fake_speaks_nvml_and_nothing_else(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fake_offers_nvml_only(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pynvml")
     pynvml = pytest.importorskip("pynvml")
     spoken = [name for name in dir(type(fake_nvml)) if name.startswith(("nvml", "NVML"))]

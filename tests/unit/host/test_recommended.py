@@ -60,7 +60,7 @@ def test_an_a10_vm_is_as_its_profile_says(tmp_path: Path) -> None:
     assert {name: fit.fits for name, fit in found.items()} == {"NCCL_SOCKET_IFNAME": True, "NCCL_IB_DISABLE": True}
 
 
-def test_another_name_of_the_interface_is_told_with_the_one_to_use(tmp_path: Path, golden: object) -> None:
+def test_a_wrong_interface_is_reported_with_the_one_to_use(tmp_path: Path, golden: object) -> None:
     found = fits("A10", host(tmp_path, {"ens3": True, "docker0": False}))["NCCL_SOCKET_IFNAME"]
     assert found.fits is False
     assert found.text == golden

@@ -35,7 +35,7 @@ def test_what_a_killed_node_left_is_removed_by_the_next(tmp_path: Path) -> None:
         assert own.exists()
 
 
-def test_what_is_held_or_somebody_elses_stays(tmp_path: Path) -> None:
+def test_files_in_use_or_of_others_are_kept(tmp_path: Path) -> None:
     stranger = tmp_path / f"{PREFIX}stranger"
     stranger.mkdir()
     (tmp_path / f"{PREFIX}link").symlink_to(stranger)

@@ -156,7 +156,7 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
         directory_of(tmp_path, position(TORCHRUN))
 
 
-def test_a_process_on_another_host_is_gone_when_its_counter_stands_still(
+def test_a_process_on_another_host_is_gone_when_its_counter_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other = members(os.uname().nodename, "elsewhere").values()

@@ -97,7 +97,7 @@ def test_cancel_ends_the_whole_family(tmp_path: Path, deaf: bool, monkeypatch: p
     local.cancel(handle)
 
 
-def test_a_job_that_ended_tells_its_code_and_its_log(tmp_path: Path) -> None:
+def test_a_job_that_ended_has_its_exit_code_and_its_log(tmp_path: Path) -> None:
     job = Job(argv=(sys.executable, "-c", "print('hello'); raise SystemExit(3)"), log=str(tmp_path / "log.txt"))
     handle = local.submit(job)
     local._children[int(handle["pid"])].wait()

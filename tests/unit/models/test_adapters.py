@@ -130,7 +130,7 @@ def test_only_adapters_are_communicated(strategy: str, times_adapters: int) -> N
         assert sent == times_adapters * TINY_ADAPTERS / 2
 
 
-def test_strategies_that_shard_weights_gather_the_frozen_ones_as_held() -> None:
+def test_strategies_that_shard_weights_gather_the_frozen_ones_in_their_storage_dtype() -> None:
     root = 2 * (2 * 128 * 256 + 128)
     norms = 2 * 2 * 2 * 128
     blocks = 2 * TINY_BLOCK / 2 + norms + 4 * TINY_ADAPTERS

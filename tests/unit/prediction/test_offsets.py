@@ -57,7 +57,7 @@ def test_anchors_where_they_are_expected_narrow_the_interval(small: Setup, large
     assert predict([large], exact)[0].half_width < 0.8 * predict([large], other)[0].half_width
 
 
-def test_an_anchor_of_the_same_setup_is_believed(small: Setup) -> None:
+def test_a_prediction_follows_an_anchor_of_the_same_setup(small: Setup) -> None:
     measured = 1.25 * true_time(small)
     one = predict([small], [Anchor(small, measured, "same")])[0]
     assert one.step_s == pytest.approx(measured, rel=0.05)
@@ -106,7 +106,7 @@ def test_an_anchor_without_calibration_says_little_about_others(small: Setup) ->
     assert sparse.step_s > 1.7 * predict([mixture])[0].step_s
 
 
-def test_every_anchor_is_told_its_worth(small: Setup, large: Setup) -> None:
+def test_the_worth_of_every_anchor_is_reported(small: Setup, large: Setup) -> None:
     found = worth(large, [Anchor(small, true_time(small), "small"), Anchor(large, true_time(large), "large")])
     assert [one.name for one in found] == ["small", "large"]
     assert all(one.with_it <= one.without for one in found)

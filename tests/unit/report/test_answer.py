@@ -238,7 +238,7 @@ def test_runs_without_a_step_beyond_their_warm_up_are_no_success(
         ("Suspect: GPU 3.", "Suspect: GPU 3.", "Measured: ddp (tiny, 2 processes)."),
     ],
 )
-def test_what_was_measured_stands_before_claims_and_the_machine_but_not_before_a_fault(
+def test_measurements_come_before_claims_and_the_machine_but_after_a_fault(
     machine: str, second: str, rest: str, campaign: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.report.answer.MACHINE_SENTENCES", (lambda report: machine,))
@@ -315,7 +315,7 @@ def two_kinds(make_cell: Builder, make_reference: Builder) -> list[RunRecord]:
     return [reference, *(r for cell in cells for r in cell)]
 
 
-def test_groups_on_two_kinds_of_device_are_told_apart(two_kinds: list[RunRecord], golden: object) -> None:
+def test_groups_on_two_kinds_of_device_have_different_names(two_kinds: list[RunRecord], golden: object) -> None:
     report = build(two_kinds, "test")
     first, second = answer(report)
     assert first == golden
@@ -329,7 +329,7 @@ def test_groups_on_two_kinds_of_device_are_told_apart(two_kinds: list[RunRecord]
     ]
 
 
-def test_what_stands_beside_the_answer_is_of_its_group_even_where_titles_agree(two_kinds: list[RunRecord]) -> None:
+def test_numbers_beside_the_answer_are_of_its_group_even_if_titles_agree(two_kinds: list[RunRecord]) -> None:
     report = build(two_kinds, "test")
     alike = tuple(dataclasses.replace(r, group="the same words") for r in report.recommendations)
     same = dataclasses.replace(report, recommendations=alike)

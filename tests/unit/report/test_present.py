@@ -187,7 +187,7 @@ def test_notes_stand_under_the_table_with_the_rows_they_concern(report: Report, 
     assert "MFU" in notes[-2]
 
 
-def test_alike_devices_are_told_once() -> None:
+def test_equal_devices_are_listed_once() -> None:
     gpu = {"name": "H100", "memory_bytes": 80 * 2**30, "peak_flops": {"bf16": 989e12, "fp8": None}}
     machine = {"host": "a", "gpus": [gpu | {"index": i} for i in range(8)], "ecc": True, "links": ["nvlink", "ib"]}
     assert dict(flatten("", machine)) == {

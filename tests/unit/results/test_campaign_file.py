@@ -64,7 +64,7 @@ def test_a_run_is_expected_to_take_what_its_own_repeats_took() -> None:
     assert forecast_s(runs, ended, None) == 110.0
 
 
-def test_the_nearest_kin_speaks_for_a_cell_that_was_not_seen() -> None:
+def test_the_most_similar_cell_estimates_one_that_never_ran() -> None:
     runs = [planned("a0", "a"), planned("r", "r", "reference"), planned("b0", "b", kin="large"), planned("c0", "c")]
     seen = {"a0": EndedRun("ok", 10.0), "r": EndedRun("ok", 500.0), "b0": EndedRun("ok", 90.0)}
     assert forecast_s(runs, seen, None) == 10.0, "same model, not the mean of all"
@@ -77,7 +77,7 @@ def test_nothing_is_expected_of_a_workload_that_was_never_seen() -> None:
     assert forecast_s(runs, {"r": EndedRun("ok", 10.0)}, None) is None
 
 
-def test_a_failure_speaks_for_its_own_repeats_only() -> None:
+def test_a_failure_estimates_only_its_own_repeats() -> None:
     runs = [planned("a0", "a"), planned("a1", "a"), planned("b0", "b"), planned("c0", "c")]
     ended = {"a0": EndedRun("oom", 3.0), "b0": EndedRun("ok", 60.0)}
     assert forecast_s(runs, ended, None) == 63.0
@@ -122,7 +122,7 @@ def test_a_run_that_takes_longer_than_others_did_has_no_time_left_rather_than_no
     assert left == pytest.approx(40.0, abs=5.0)
 
 
-def test_the_time_left_is_not_told_finer_than_it_is_known(golden: object) -> None:
+def test_the_time_left_is_rounded_to_its_uncertainty(golden: object) -> None:
     assert left_text(None) == golden
     text = left_text(63.0)
     assert text == golden
@@ -193,7 +193,7 @@ def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make, golden: 
 # --- the folder ---
 
 
-def test_a_running_campaign_is_told_from_its_folder(
+def test_a_running_campaign_is_recognised_by_its_folder(
     tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make, golden: object
 ) -> None:
     specs = repeats(make_spec)
@@ -289,7 +289,7 @@ PENDING = "Slurm job 17 is pending: Resources (waits for nodes to become free)"
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_job_in_a_queue_is_told_with_its_reason(
+def test_a_queued_job_is_shown_with_its_reason(
     host: str, steps: int, tmp_path: Path, make_spec: Make, make_step: Make
 ) -> None:
     """One that was never begun, and one that went back after some steps; by a controller of this host or another."""
@@ -419,9 +419,7 @@ def test_an_empty_folder_has_no_run_yet(tmp_path: Path) -> None:
     assert folder_lines(tmp_path) == ([f"{tmp_path}: no runs yet. Begin with `paceline start`."], False)
 
 
-def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(
-    tmp_path: Path, make_spec: Make, golden: object
-) -> None:
+def test_rank_0_reports_how_many_requests_are_needed(tmp_path: Path, make_spec: Make, golden: object) -> None:
     serving = Serving(scenario="server", rate_per_s=2.0)
     spec = make_spec(None, workload="inference", serving=serving, engine=Choice("openai"), steps=4)
     run_dir = store.create(tmp_path, spec)

@@ -141,7 +141,7 @@ class TestPacking:
         reseal(run_dir)
         assert not any("samples-7" in name for name in names(capsule.pack(runs, tmp_path / "c.tar.gz").path))
 
-    def test_the_manifest_tells_versions_and_revision(self, runs: Path, tmp_path: Path) -> None:
+    def test_the_manifest_has_versions_and_revision(self, runs: Path, tmp_path: Path) -> None:
         files = texts(capsule.pack(runs, tmp_path / "c.tar.gz").path)
         manifest = json.loads(files["capsule/manifest.json"])
         assert manifest["environments"] == [
@@ -262,7 +262,7 @@ class TestSecrets:
         assert "spec.json" in str(caught.value)
         assert not (tmp_path / "c.tar.gz").exists()
 
-    def test_the_user_is_told_and_the_record_still_reads(
+    def test_the_user_is_warned_and_the_record_still_reads(
         self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, reseal: Reseal, golden: object
     ) -> None:
         run_dir = make_run(tmp_path / "r", make_spec(), status=Status.FAILED)
@@ -544,6 +544,6 @@ class TestGolden:
 GOLDEN_TOKENS_PER_S = {"schema-1.tar.gz": 1576.9290969397384}
 
 
-def test_a_capsule_stands_wherever_a_folder_does(runs: Path, tmp_path: Path) -> None:
+def test_a_capsule_is_accepted_wherever_a_folder_is(runs: Path, tmp_path: Path) -> None:
     packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
     assert {r.spec.run_id for r in read_experiment(packed)[0]} == {r.spec.run_id for r in read_experiment(runs)[0]}

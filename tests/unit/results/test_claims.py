@@ -70,7 +70,7 @@ def test_only_what_the_source_states_is_an_axis(tmp_path: Path) -> None:
         assert not {"seed", "data", "launcher", "steps", "compile"} & set(run.axes)
 
 
-def test_efficiency_stands_on_the_smallest_size_that_is_stated(tmp_path: Path) -> None:
+def test_efficiency_is_relative_to_the_smallest_stated_size(tmp_path: Path) -> None:
     report = reported(tmp_path, f"{HEADER},scaling_efficiency_ratio", f"{ROWS[0]},0.5", f"{ROWS[1]},0.75")
     smallest, four = (claim(report, "scaling_efficiency_ratio", world_size=n) for n in (1, 4))
     assert (smallest.recomputed, smallest.contradicted) == (1.0, True)
@@ -105,7 +105,7 @@ def test_a_batch_that_is_not_stated_contradicts_nothing(tmp_path: Path, golden: 
     assert shown.sentence(report) == golden
 
 
-def test_one_number_that_contradicts_is_told_as_one(tmp_path: Path, golden: object) -> None:
+def test_one_contradicting_number_is_counted_as_one(tmp_path: Path, golden: object) -> None:
     report = reported(tmp_path, f"{HEADER},step_time_s,accumulation", f"{ROWS[1]},2,4")
     assert shown.sentence(report) == golden
 

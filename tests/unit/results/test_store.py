@@ -63,7 +63,7 @@ def test_a_run_stored_with_options_at_their_default_is_read_in_its_folder(
     assert record.spec.axes()["strategy"] == "mesh:tp=2"
 
 
-def test_the_folder_stands_where_the_design_says(tmp_path: Path, spec: RunSpec) -> None:
+def test_the_run_folder_has_the_documented_path(tmp_path: Path, spec: RunSpec) -> None:
     assert store.create(tmp_path, spec) == tmp_path / "test" / spec.run_id
     assert json.loads((tmp_path / "test" / spec.run_id / "spec.json").read_text())["schema"] == 1
 
@@ -344,7 +344,7 @@ def test_a_launch_that_is_not_ok_never_hides_one_that_is(
         assert sentences == golden
 
 
-def test_of_launches_that_ended_alike_the_newest_stands(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+def test_of_launches_with_one_outcome_the_newest_counts(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
     for status in (Status.OK, Status.FAILED):
         old, new = make_run(tmp_path / f"{status}-a", spec, status), make_run(tmp_path / f"{status}-b", spec, status)
         store.seal(new, status, None, 500.0, 501.0)

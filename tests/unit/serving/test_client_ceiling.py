@@ -68,7 +68,7 @@ def test_without_an_absolute_folder_it_lies_in_the_home(
         "[" * 100_000,
     ],
 )
-def test_a_file_that_makes_no_sense_tells_nothing(text: str, tmp_path: Path) -> None:
+def test_an_invalid_ceiling_file_is_ignored(text: str, tmp_path: Path) -> None:
     environ = {"XDG_STATE_HOME": str(tmp_path)}
     client_ceiling.keep(ceiling(), environ).write_text(text)
     assert client_ceiling.known(environ) == []
@@ -97,7 +97,7 @@ def climbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
     return told
 
 
-def test_the_self_test_keeps_its_highest_believed_rung(
+def test_the_self_test_keeps_its_highest_reliable_rate(
     climbed: list[tuple[float, bool]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

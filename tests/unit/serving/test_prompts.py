@@ -173,7 +173,7 @@ def test_a_trace_scenario_needs_the_times_of_a_trace(golden: object) -> None:
     assert "FILE" in str(caught.value)
 
 
-def test_the_form_of_prompts_is_told() -> None:
+def test_the_form_of_prompts_is_recorded() -> None:
     ids, words = Prompt(token_ids=(1,), max_tokens=1), Prompt(text="x", max_tokens=1)
     assert form_of([ids, ids]) == "token_ids"
     assert form_of([words]) == "text"

@@ -41,7 +41,7 @@ def rung(handled: list[RequestResult], **more: Any) -> selftest.Rung:
     return selftest.Rung(250.0, LAW, [ShardResult(results=handled, **values)])
 
 
-def test_a_client_that_is_right_is_believed() -> None:
+def test_a_correct_client_passes() -> None:
     good = rung([answer(n, at_ns=(10 + 2 * n) * MS) for n in range(100)])
     assert good.reasons == ()
     assert good.stamp_errors_s.tolist() == pytest.approx([2e-5] * 500)
@@ -59,14 +59,14 @@ def test_a_client_that_is_right_is_believed() -> None:
         {"itl_ns": 21 * MS},
     ],
 )
-def test_what_the_server_knows_better_is_told(worse: dict[str, int], golden: object) -> None:
+def test_a_difference_from_the_times_of_the_server_is_reported(worse: dict[str, int], golden: object) -> None:
     found = rung([answer(n, **worse) for n in range(100)])
     assert not found.is_valid
     assert found.text == golden
     assert f"INVALID({'client' if 'stamp_error_ns' in worse else 'server'})" in found.text
 
 
-def test_a_tail_is_held_to_five_percent() -> None:
+def test_a_tail_may_be_off_by_five_percent() -> None:
     """Three of a hundred are 6 % late: the median keeps the law, the 99th percentile does not."""
     found = rung([answer(n, ttft_ns=106 * MS if n < 3 else 100 * MS) for n in range(100)])
     assert [reason[:8] for reason in found.reasons] == ["TTFT p99"]
@@ -85,7 +85,7 @@ def test_failures_and_the_clients_own_word_count(golden: object) -> None:
     assert "p50" in nothing.text
 
 
-def test_the_climb_ends_with_the_first_that_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_climb_ends_with_the_first_unreliable_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, int]] = []
 
     def one(events_per_s: float, streams: int, seconds: float, shards: int) -> selftest.Rung:

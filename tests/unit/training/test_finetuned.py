@@ -133,7 +133,7 @@ def test_4bit_weights_are_not_the_16_bit_ones() -> None:
     assert products[0].numel() == 128 * 128 // 2
 
 
-def test_codes_held_as_floats_are_the_same_bits() -> None:
+def test_codes_stored_as_floats_have_the_same_bits() -> None:
     """FSDP2 of torch 2.11 refuses a parameter of whole numbers, even one that does not learn."""
     module, plain = finetuned.build(spec(), "cpu"), finetuned.build(spec(), "cpu")
     names = module.hold_codes_as_floats()

@@ -43,7 +43,7 @@ def test_numbers_are_those_of_bitsandbytes(dtype: Any) -> None:
         assert torch.equal(got, torch.cat(wanted))
 
 
-def test_layers_held_differently_are_not_known() -> None:
+def test_layers_in_another_format_are_not_recognised() -> None:
     assert nf4.codes_of_layer(layer(64, 64)) is not None
     assert nf4.codes_of_layer(layer(64, 64, nested=False)) is None
     assert nf4.codes_of_layer(torch.nn.Linear(64, 64)) is None

@@ -210,7 +210,7 @@ def test_rows_of_documents_are_handed_over_and_counted_by_what_they_hold() -> No
         assert (sample.label_tokens, sample.attended_keys) == (held.label_tokens, held.attended_keys)
 
 
-def test_plain_text_tells_its_places_and_no_labels_apart() -> None:
+def test_plain_text_counts_positions_but_no_labels() -> None:
     loop, _, notes = loop_of(steps=2)
     loop.window(range(2))
     assert {(s.positions, s.label_tokens, s.attended_keys) for s in notes.samples} == {(2 * 8, None, None)}

@@ -145,9 +145,7 @@ def test_samples_and_position_reach_the_folder(tmp_path: Path, make_step: Make) 
     recorder.close()
 
 
-def test_the_peak_is_told_to_whoever_watches_and_is_looked_up_once_a_second(
-    tmp_path: Path, make_step: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_live_peak_is_read_once_a_second(tmp_path: Path, make_step: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     readings, now = iter((5_000, 3_000)), 100.0
     monkeypatch.setattr(worker, "peak_bytes", lambda device: next(readings))
     monkeypatch.setattr(worker.time, "monotonic", lambda: now)

@@ -161,10 +161,12 @@ def _leaders(names: Sequence[str], pairs: Sequence[Comparison]) -> str:
     return inconclusive_sentence(listed(names), widest.detectable_ratio if widest else None)
 
 
-def _margin(metric: str, best: str, other: str, is_tied: bool, ratio: tuple[float, float, float]) -> str:
+def _margin(
+    metric: str, best: str, other: str, is_tied: bool, ratio: tuple[float, float, float], counted: str = "token"
+) -> str:
     """How far the best is from the next, or from the first one that it beats if it is not known to beat some."""
     rank = "best of the others" if is_tied else "next best"
-    return f"{margin_sentence(metric, best, f'{other}, the {rank}', *ratio)}."
+    return f"{margin_sentence(metric, best, f'{other}, the {rank}', *ratio, counted=counted)}."
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
@@ -283,11 +285,10 @@ def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     names = {versus.cell: versus.label, versus.other: versus.other_label}
     among = [c for c in decided.because if {c.label, c.other_label} <= {*decided.choose}]
     leaders = f"{_leaders(decided.choose, among)}. " if len(decided.choose) > 1 else ""
-    found = leads[winner]
-    margin = _margin(COST, names[winner], names[other], len(decided.choose) > 1, _ratio_of(versus, other))
-    margin = margin.replace("A token of", f"A {found.counted} of", 1)
-    amount, factor = found.amount
+    lead, is_tied, ratio = leads[winner], len(decided.choose) > 1, _ratio_of(versus, other)
+    margin = _margin(COST, names[winner], names[other], is_tied, ratio, lead.counted)
+    amount, factor = lead.amount
     costs = (leads[cell].usd_per_mtok for cell in (winner, other))
     a, b = (format_parts(m.value, m.low, m.high, Scale("USD", factor))[0] for m in costs)
-    at = f"{found.price.name} ({found.price.kind})"
+    at = f"{lead.price.name} ({lead.price.kind})"
     return f"{start}. {leaders}{margin} That is {a} against {b} USD per {amount} at {at}."

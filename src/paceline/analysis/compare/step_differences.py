@@ -24,7 +24,7 @@ from paceline.analysis.training.metrics import Cell
 from paceline.errors import RequestError
 from paceline.experiment.layout import DIMENSIONS
 from paceline.results.records import RunRecord
-from paceline.wording import listed
+from paceline.wording import factor, listed
 
 METRIC = "step_time_s"
 # Groups along these axes are explained: what splits the work differently, and what is computed again.
@@ -244,9 +244,9 @@ def _unexplained(found: StepDifference) -> str:
     if found.difference_s <= found.noise_s:
         return f"That is within {scatter}, so no cause is named."
     differ = f"The profiled steps differ by {milliseconds(abs(found.profiled_s))}"
-    share = (
-        f", {_percent(found.profiled_s / found.difference_s)} of that" if found.profiled_s >= 0 else " the other way"
-    )
+    ratio = found.profiled_s / found.difference_s
+    much = f"{_percent(ratio)} of that" if ratio < 2 else f"{factor(ratio)} times as much"
+    share = f", {much}" if ratio >= 0 else " the other way"
     if abs(found.unexplained_s) <= (1 - LEAST_EXPLAINED) * found.difference_s:
         few = f"the terms beyond {scatter} are less than half of it"
         why = f", but {few if _named(found.terms, found.noise_s) else f'no term is beyond {scatter}'}"

@@ -236,10 +236,12 @@ def _saving(recommendation: Recommendation) -> Saving | None:
 
 def _notes(cells: Sequence[Cell], rows: Sequence[Cost], costing: Costing) -> Iterable[str]:
     """Why a requested answer is missing."""
+    if costing.train_tokens is not None and any(row.counted != "token" for row in rows):
+        yield "--train-tokens: a script that counts samples or micro-batches has no tokens; use --train-samples"
     if rows or not cells or (costing.prices is None and costing.goal is None):
         return
     if all(cell.shared_gpu for cell in cells):
-        yield f"{SHARED_GPU}, so there is no cost"
+        yield f"{costing.goal if costing.prices is None else '--price'}: {SHARED_GPU}, so there is no cost"
         return
     devices = ", ".join(sorted({device_of(cell) or cell.spec.topology.device for cell in cells}))
     if costing.prices is None:

@@ -466,7 +466,7 @@ def execute(
     most = 0 if restarted or spec.launcher.options.get("shared_gpu") else most
     while light is not None and light.is_worth_repeating and repeated < most:
         repeated += 1
-        notify(f"{light.line(f' during {spec.run_id}')} Launching it again (repeat {repeated} of {most}).")
+        notify(f"{light.line(f' during {spec.run_id}')} Launching it again (extra launch {repeated} of {most}).")
         earlier, again = store.last_set_aside(run_dir) + 1, None
         try:
             again = launch_once(spec, out, observer, reference, judges=judges)

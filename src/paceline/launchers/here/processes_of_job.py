@@ -265,8 +265,8 @@ def find_leader(out: Path, where: Position) -> Session:
             return Session(session, own, {0: Member(**seen["own"])}, {})
         if time.monotonic() > deadline:
             raise RequestError(
-                f"launcher here: got no answer of rank 0 within {PATIENCE_S:g} s, expected one in {directory.parent}. "
-                "All processes must run the same command, and all nodes must share that directory."
+                f"launcher here: got no answer from rank 0 within {PATIENCE_S:g} s, expected one in "
+                f"{directory.parent}. All processes must run the same command, and all nodes must share that directory."
             )
         time.sleep(POLL_S)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.prediction import memory, stored
-from paceline.prediction.choosing import TOO_LARGE, Decision, Halved, Option, Timed, measuring_minutes, objective
+from paceline.prediction.choosing import Decision, Halved, Option, Timed, measuring_minutes, objective
 from paceline.prediction.experiment_file import runnable
 from paceline.report.tables.predicted import amount, between, number
-from paceline.report.tables.predictions import INTERVAL_NOTE, recomputing
+from paceline.report.tables.predictions import INTERVAL_NOTE, variant
 from paceline.report.tables.table import Cell, Column, Table, numeric
 from paceline.wording import MISSING, format_duration
 
@@ -107,19 +107,15 @@ def lines(decision: Decision, predicted: Decision, halved: Halved | None, files:
     """The recommendation, with the predictions and runs that it rests on. predicted: the decision before any run."""
     if decision.best is None:
         why = sorted({reason for _, reason in decision.refused})
-        meets = "meets the limits" if decision.limits.are_set else "fits"
-        yield f"No option {meets}: all {len(decision.refused)} are {' or '.join(why)}."
-        fitting = [one for one, reason in decision.refused if reason != TOO_LARGE]
-        if fitting:
-            nearest = min(fitting, key=lambda one: objective(one, decision.by))
-            yield f"The nearest is {name(nearest)}: {result(decision, nearest)}."
+        yield f"No option meets the limits: all {len(decision.refused)} are {' or '.join(why)}."
+        nearest = min(decision.refused, key=lambda pair: objective(pair[0], decision.by))[0]
+        yield f"The nearest is {name(nearest)}: {result(decision, nearest)}."
         return
     if halved is not None:
         yield from _measured_lines(decision, predicted, halved)
     if halved is None or halved.best is None:
         yield f"Recommendation (predicted, nothing measured): {name(decision.best)}: {result(decision, decision.best)}."
-    missing = sum(reason != TOO_LARGE for _, reason in decision.refused)
-    if missing:
+    if missing := len(decision.refused):
         yield f"{missing} options that fit do not meet the limits." if missing > 1 else MISSES
     if halved is None:
         yield from _proposal_lines(decision)
@@ -138,7 +134,7 @@ def _proposal_lines(decision: Decision) -> Iterable[str]:
         return
     minutes = sum(measuring_minutes(one) for one in decision.to_measure)
     machine = _machine(decision)
-    names = "; ".join(_variant(one) if machine else name(one) for one in decision.to_measure)
+    names = "; ".join(variant(one.prediction.setup) if machine else name(one) for one in decision.to_measure)
     where = f" on {machine}" if machine else ""
     cost = f"{number(minutes)} GPU minutes at most"
     yield (
@@ -189,12 +185,6 @@ def _predicted_lines(predicted: Decision, halved: Halved) -> Iterable[str]:
         yield f"Predicted before the runs: {', '.join(texts)}."
 
 
-def is_within(option: Option, peak_bytes: int | None) -> bool:
-    """Whether a rehearsed peak fits the GPU; True if it was not rehearsed."""
-    usable = memory.usable_bytes(option.prediction.setup)
-    return peak_bytes is None or usable is None or peak_bytes <= usable
-
-
 def memory_line(option: Option, peak_bytes: int | None, reason: str) -> str:
     """Where the memory of an option comes from, in a sentence."""
     s = option.prediction.setup
@@ -202,7 +192,7 @@ def memory_line(option: Option, peak_bytes: int | None, reason: str) -> str:
     of = "" if usable is None else f" of {number(usable / _GIB)} GiB usable"
     if peak_bytes is None:
         return f"Memory of {s.layout}: {number(memory.total(s) / _GIB)} GiB{of}, by arithmetic ({reason})."
-    verdict = "" if is_within(option, peak_bytes) else ": it does not fit and is no option"
+    verdict = "" if memory.fits(s, peak_bytes=peak_bytes) else ": it does not fit and is no option"
     how = f"rehearsed with the real program (arithmetic says {number(memory.total(s) / _GIB)})"
     return f"Memory of {s.layout}: {number(peak_bytes / _GIB)} GiB{of}, {how}{verdict}."
 
@@ -210,12 +200,7 @@ def memory_line(option: Option, peak_bytes: int | None, reason: str) -> str:
 def name(option: Option) -> str:
     s = option.prediction.setup
     method = "QLoRA, " if s.quantised else "LoRA, " if s.has_adapters else ""
-    return f"{s.gpus} x {s.gpu.name}, {method}{_variant(option)}"
-
-
-def _variant(option: Option) -> str:
-    s = option.prediction.setup
-    return f"{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
+    return f"{s.gpus} x {s.gpu.name}, {method}{variant(s)}"
 
 
 def result(decision: Decision, option: Option) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings import SHARED_GPU, Measurement, Report
 from paceline.analysis.findings.cell_axes import axis_text, distinguishing_axes
 from paceline.report.tables.table import Cell, Column, Filled, Table, filled, numeric
 from paceline.report.text.cells import THROUGHPUT, cell_name, ranked_cells
@@ -42,8 +42,13 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def rates(report: Report) -> dict[str, str]:
-    """`9,548 tokens/s` of every certified cell that fine-tunes."""
-    tuned = {cell: known for cell, known in ranked_cells(report).items() if known[THROUGHPUT].axes.get("method")}
+    """`9,548 tokens/s` of every certified cell that fine-tunes, on GPUs of its own."""
+    shared = {run.cell for run in report.runs if SHARED_GPU in run.health}
+    tuned = {
+        cell: known
+        for cell, known in ranked_cells(report).items()
+        if known[THROUGHPUT].axes.get("method") and cell not in shared
+    }
     scales = {cell: _scale_of_all([known], THROUGHPUT) for cell, known in tuned.items()}
     return {cell: f"{_shown(known, THROUGHPUT, scales[cell])[0]} tokens/s" for cell, known in tuned.items()}
 

@@ -63,10 +63,9 @@ def summary(one: Prediction, tokens: float | None, usd: float | None, peak_bytes
         for name, (v, a, b), unit in quantities
     )
     columns = (Column("quantity"), numeric("predicted"), numeric("90 % interval"), Column("unit"))
-    usable = memory.usable_bytes(s)
-    fits = memory.fits(s) if peak_bytes is None or usable is None else peak_bytes <= usable
     unfit = UNFIT_NOTE.format(how="By arithmetic" if peak_bytes is None else "By its rehearsal")
-    return Table(title(one.setup), columns, rows, (INTERVAL_NOTE,) if fits else (unfit, INTERVAL_NOTE))
+    notes = (INTERVAL_NOTE,) if memory.fits(s, peak_bytes=peak_bytes) else (unfit, INTERVAL_NOTE)
+    return Table(title(s), columns, rows, notes)
 
 
 def title(s: Setup) -> str:
@@ -107,7 +106,7 @@ def memory_parts(
         verdict = Cell("fits", "", "good") if whole <= usable else Cell("does not fit", "", "bad")
         rows.append((Cell(f"usable: {verdict.text}", "", verdict.tone), Cell(f"{usable / _GIB:.1f}")))
     if too_large:
-        notes.append(f"Too large by rehearsal, so not chosen: {'; '.join(map(_variant, too_large))}.")
+        notes.append(f"Too large by rehearsal, so not chosen: {'; '.join(map(variant, too_large))}.")
     if one.setup.offload:
         assumed = memory.USABLE_RATIO * host_memory_bytes(one.setup.gpu)
         notes.append(
@@ -117,7 +116,8 @@ def memory_parts(
     return Table("Memory of one GPU", (Column("component"), numeric("size, GiB")), tuple(rows), tuple(notes))
 
 
-def _variant(s: Setup) -> str:
+def variant(s: Setup) -> str:
+    """`dp=8,zero3, micro batch 2, no checkpointing`."""
     return f"{s.layout}, micro batch {s.micro_batch}, {recomputing(s)}"
 
 

@@ -142,7 +142,7 @@ def check(spec: RunSpec) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-# Options that do nothing unless one of the degrees is above 1: a cell of its own would repeat another one.
+# Options that do nothing unless a degree is above 1: they would make another cell of the same work.
 _NEEDS = {
     "pp": ("schedule", "virtual", "micro_batches", "layers"),
     "cp": ("attention",),
@@ -152,6 +152,9 @@ _NEEDS = {
 
 
 def _without_effect(degrees: Layout, chosen: Options) -> str | None:
+    if degrees.world_size == 1:
+        # The baseline of a scaling experiment, whose other cells have more processes.
+        return None
     for degree, names in _NEEDS.items():
         given = [name for name in names if getattr(chosen, name) != getattr(Options, name)]
         if given and getattr(degrees, degree) == 1:
@@ -197,7 +200,7 @@ def _unsharded(degrees: Layout, chosen: Options) -> str | None:
     if not chosen.reshard_after_forward and (chosen.reshard_to or chosen.gather_once or degrees.pp > 1):
         why = "reshard_to" if chosen.reshard_to else "gather_once" if chosen.gather_once else "a pipeline"
         return f"reshard_after_forward=false has no effect with {why}; leave it out"
-    if chosen.sync_every_micro_batch and degrees.data_ranks == 1:
+    if chosen.sync_every_micro_batch and degrees.data_ranks == 1 < degrees.world_size:
         return "sync_every_micro_batch reduces over dp x cp ranks, of which there is 1; leave it out"
     if chosen.gather_once and (degrees.shard == 1 or chosen.reshard_to):
         got = f"shard={degrees.shard}, reshard_to={chosen.reshard_to}"

@@ -116,7 +116,8 @@ def inline(options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         content = json.loads(document_of(path), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({error}).") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"zero.config: got {name!r}, expected a JSON file ({why}).") from None
     check_config(content)
     return {**options, "config": content}
 
@@ -336,8 +337,8 @@ def require_large(spec: RunSpec, sizes: Sequence[int]) -> None:
 
     if is_8bit(spec) and (smallest := min(sizes)) < SMALLEST_8BIT:
         raise UnsupportedError(
-            f"the strategy zero joins all trained tensors, so moments of a tensor of {smallest:,} elements would have "
-            f"8 bit, which stay fp32 below {SMALLEST_8BIT:,} elements elsewhere; use optimizer adamw or a larger rank"
+            f"the strategy zero joins all trained tensors: moments of a tensor of {smallest:,} elements would have "
+            f"8 bit, which stay fp32 below {SMALLEST_8BIT:,} elements elsewhere; use optimizer adamw or larger adapters"
         )
 
 

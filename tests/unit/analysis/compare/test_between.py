@@ -371,7 +371,7 @@ class TestGate:
         assert note == golden
         assert found.lost == ()
 
-    def test_speed_is_gated_as_the_sentence_tells_it(self, folder: Builder, golden: object) -> None:
+    def test_the_gate_decides_as_its_sentence_says(self, folder: Builder, golden: object) -> None:
         """10.7 % fewer tokens/s are 12 % more time: a gate at 11 must not trip where the sentence says less."""
         found = compare_experiments(folder(ddp=1.0), later(folder(ddp=1.12)))
         text = present.sentence(found)

@@ -75,7 +75,7 @@ def test_each_load_of_a_sweep_has_a_named_row_with_its_verdict_and_its_numbers()
         assert all(f"sweep, {size} in flight" in text for size in (1, 2, 4))
 
 
-def test_what_is_not_believed_is_in_metrics_csv_and_says_so() -> None:
+def test_rejected_loads_are_marked_in_metrics_csv() -> None:
     found = list(csv_format.DictReader(io.StringIO(csv.text(report_of(swept(2, 4))))))
     told = [(r["concurrency"], r["value"], r["believed"]) for r in found if r["metric"] == "output_tokens_per_s"]
     assert told == [("1", "10.0", "true"), ("2", "20.0", "false"), ("4", "40.0", "false")]
@@ -89,7 +89,7 @@ def test_the_headline_names_the_load_and_those_it_is_without(golden: object) -> 
     assert words in " ".join(answer(report_of(swept(2, 4))))
 
 
-def test_a_run_that_is_not_believed_shows_what_was_measured(golden: object) -> None:
+def test_a_rejected_run_shows_what_was_measured(golden: object) -> None:
     report = report_of(record(in_turns(0, 8, 1.0), clients=(replace(CLIENT, **BUSY),)))
     (run,) = report.runs
     assert (run.status, run.reason) == ("invalid", LATE)
@@ -158,7 +158,7 @@ def test_they_are_in_no_comparison_and_no_history() -> None:
         (swept(failing=4, ttft_limit_s=5.0), Status.OK, []),
     ],
 )
-def test_a_sweep_is_ok_while_one_load_is_believed_and_tells_of_the_others(
+def test_a_sweep_with_one_reliable_load_is_ok_and_lists_the_others(
     asked: RunRecord, status: Status, fails: list[int]
 ) -> None:
     assert status_of(asked, None)[0] is status

@@ -54,7 +54,7 @@ def test_launches_stand_in_order_and_a_lent_reference_certifies_them(days: Build
     assert speed(days([1.0] * 7, driver=["1"] * 7)).points == series.points
 
 
-def test_a_change_stands_beside_what_separates_its_sides(days: Builder) -> None:
+def test_a_change_is_shown_with_what_differs_between_its_sides(days: Builder) -> None:
     """The CUDA version came and went on both sides, so it explains nothing; the driver does."""
     seconds = [1.0, 1.0, 1.0, 1.0, 0.9, 0.9, 0.9, 0.9]
     drivers, cudas = ["580"] * 4 + ["590"] * 4, ["13.0", "13.1", "13.0", "13.0", "13.1", "13.1", "13.0", "13.1"]
@@ -71,7 +71,7 @@ def test_where_nothing_separates_it_says_so(days: Builder, golden: object) -> No
     assert present.sentence(found) == golden
 
 
-def test_a_fault_that_was_mended_is_told_in_the_past(days: Builder, golden: object) -> None:
+def test_a_fault_that_was_fixed_is_reported_in_the_past_tense(days: Builder, golden: object) -> None:
     mended = present.sentence([speed(days([1.0] * 4 + [1.1] * 4 + [1.0] * 4))])
     assert mended == golden
     assert "tokens/s" in mended
@@ -84,7 +84,7 @@ def test_a_fault_that_was_mended_is_told_in_the_past(days: Builder, golden: obje
     assert "lower" in in_part
 
 
-def test_a_fault_that_lasts_comes_before_a_newer_one_that_was_mended(days: Builder, golden: object) -> None:
+def test_a_fault_that_lasts_comes_before_a_newer_one_that_was_fixed(days: Builder, golden: object) -> None:
     lasting = speed(days([1.0] * 3 + [1.3] * 9))
     mended = dataclasses.replace(speed(days([1.0] * 5 + [1.1] * 3 + [1.0] * 4)), label="another")
     text = present.sentence([mended, lasting])
@@ -121,7 +121,7 @@ def test_copies_are_lent_with_their_reference_and_prove_nothing_alone(
     assert history.judge([reference, more, *runs, newer]).windows == [], "copies of another reference are not lent"
 
 
-def test_launches_that_do_not_count_are_told_with_the_reason(days: Builder, golden: object) -> None:
+def test_launches_that_do_not_count_are_listed_with_the_reason(days: Builder, golden: object) -> None:
     records = days([1.0] * 2)
     broken = dataclasses.replace(records[-1], status=Status.OOM, error="no room")
     assert history.judge([*records[:-1], broken]).dropped == {"oom: no room": 1}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline.analysis.cost import training
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import Cost, Report
 from paceline.analysis.report import build
 from paceline.host.prices import SPOT, Price
+from paceline.report import brief_group
 from paceline.report.charts import charts
 from paceline.report.tables import cost as shown
 from paceline.results.records import RunRecord
@@ -130,6 +133,19 @@ def test_a_shared_gpu_has_no_cost(
     assert report.notes == golden
 
 
+def test_costs_that_were_asked_for_are_shown_without_verbose(make_cell: Builder, make_reference: Builder) -> None:
+    def printed(price: Price, *, with_cost: bool) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        report = reported([make_cell(1.0)], make_reference, Costing((price,)))
+        console.print(brief_group(report, with_cost=with_cost))
+        return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+
+    assert "Cost at hourly" in printed(HOURLY, with_cost=True)
+    assert "Cost at hourly" not in printed(HOURLY, with_cost=False)
+    other = dataclasses.replace(HOURLY, gpu="A10")
+    assert "--price: hourly (A10) applies to none of the measured cells (cpu)" in printed(other, with_cost=True)
+
+
 def test_a_price_of_another_gpu_is_not_used_and_the_report_says_so(
     make_cell: Builder, make_reference: Builder, h200: dict[str, Any]
 ) -> None:
@@ -198,7 +214,7 @@ def test_without_a_price_nothing_is_said_to_be_saved(make_cell: Builder, make_re
 # --- tables ---
 
 
-def test_on_demand_stands_beside_spot_and_other_prices_are_one_factor(
+def test_on_demand_is_shown_beside_spot_and_other_prices_are_one_factor(
     make_cell: Builder, make_reference: Builder, golden: object
 ) -> None:
     dear = dataclasses.replace(HOURLY, name="dear", usd_per_gpu_hour=7.2, kind="on demand")

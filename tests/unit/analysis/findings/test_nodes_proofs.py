@@ -37,7 +37,7 @@ def judged(*weights: str) -> nodes.Judged:
     ],
     ids=" ".join,
 )
-def test_a_rank_is_held_to_itself_then_to_others(weights: tuple[str, ...], verdicts: list[str]) -> None:
+def test_a_rank_is_compared_with_itself_then_with_others(weights: tuple[str, ...], verdicts: list[str]) -> None:
     found = judged(*weights)
     assert [v.verdict for v in found.verdicts] == verdicts
     nobody_steady = len(weights) > 1 and all(len(set(word)) > 1 for word in weights)

@@ -43,7 +43,7 @@ def test_relative_weights_keep_the_latency_that_plain_squares_lose() -> None:
     assert abs(plain / ALPHA - 1) > 0.5
 
 
-def test_a_negative_start_is_held_at_zero_and_said() -> None:
+def test_a_negative_start_is_fixed_at_zero_with_a_note() -> None:
     """Time that grows faster than size would need a negative alpha."""
     samples = made.sweep(lambda s: (s / 1e9) ** 1.3, [2**k for k in range(20, 28)])
     (fit,) = fabric.analyse([made.build_record(samples=samples)]).fits
@@ -66,7 +66,7 @@ def test_many_without_a_fit_are_counted(golden: object) -> None:
     assert "all_reduce" in note
 
 
-def test_a_bandwidth_within_the_noise_is_not_told() -> None:
+def test_a_bandwidth_within_the_noise_is_not_reported() -> None:
     """Sizes that are all latency: a fit would promise hundreds of GB/s from 5 % of jitter."""
     found = fabric.analyse([made.build_record(samples=made.sweep(lambda s: ALPHA + s / BETA, SIZES[:8], noise=0.2))])
     assert found.fits == ()

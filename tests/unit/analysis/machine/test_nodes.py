@@ -320,7 +320,7 @@ def _slower(sample: Any) -> Any:
     return dataclasses.replace(sample, durations_s=tuple(s / 0.9 for s in sample.durations_s))
 
 
-def test_a_baseline_tells_which_of_two_is_odd() -> None:
+def test_a_baseline_decides_which_of_two_is_slow() -> None:
     baseline = nodes.baseline_of([synthetic.healthy(4)], "healthy")
     assert unsound(synthetic.healthy(2, pace=slowed(1, 0.8)), baseline) == {"node-1": FAIL}
 

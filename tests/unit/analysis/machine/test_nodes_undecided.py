@@ -118,7 +118,7 @@ def test_an_effect_outside_the_band_does_not_pass_because_its_interval_is_not() 
         (0.12, 0.100, (UNDECIDED, SCATTER)),
     ],
 )
-def test_two_nodes_are_told_apart_or_undecided(apart: float, scatter: float, expected: tuple[str, str]) -> None:
+def test_two_nodes_are_decided_or_inconclusive(apart: float, scatter: float, expected: tuple[str, str]) -> None:
     """The doubt of a difference is that of both: 2.782 times the scatter, 4.2 % of 0.015."""
     found = among_peers(scattered([apart / 2, -apart / 2], scatter), SPEED)
     assert [(s.verdict, s.reason) for s in found] == [expected] * 2
@@ -166,7 +166,7 @@ def test_scatter_that_no_repeats_tell_says_so(golden: object) -> None:
     assert verdict.evidence[0].next_command.startswith("nvidia-smi -q -d CLOCK")
 
 
-def test_what_accuses_stands_before_what_is_not_told_and_decides() -> None:
+def test_evidence_against_a_node_comes_before_what_is_inconclusive() -> None:
     machines = tuple(synthetic.machine(r, **({"driver": "535.104.05"} if r == 3 else {})) for r in range(4))
     found = nodes.judge(synthetic.healthy(4, pace=restless, machines=machines)).verdicts
     assert [v.verdict for v in found] == [UNDECIDED] * 3 + [SUSPECT]

@@ -30,7 +30,7 @@ def test_one_slow_host_of_four_is_named_and_nothing_else(golden: object) -> None
     assert found.text == golden
 
 
-def test_nodes_that_carry_one_name_are_told_apart_by_their_number() -> None:
+def test_nodes_with_one_name_are_distinguished_by_number() -> None:
     """Network namespaces of one machine, or containers, may all answer to the same name."""
     record = made.build_record(made.build_spec(4, 4), made.tournament(4, with_slow(2)))
     outcomes = tuple(dataclasses.replace(o, host="box") for o in record.outcomes)

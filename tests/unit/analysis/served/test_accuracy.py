@@ -108,7 +108,7 @@ def test_a_replica_that_differs_from_most_is_flagged_beside_its_speed() -> None:
     assert found.verdict is None
 
 
-def test_two_that_differ_have_no_majority_and_a_silent_one_is_told() -> None:
+def test_two_that_differ_have_no_majority_and_a_silent_one_is_reported() -> None:
     two = only([asked(["a", "b"], ["a", "x"])])
     assert [r.agreement for r in two.replicas] == [UNDECIDED, UNDECIDED]
     told = "has no majority with the other replicas on 1 of 2 questions"
@@ -151,7 +151,7 @@ def test_without_the_package_the_report_says_what_to_install(monkeypatch: pytest
     assert "pip install 'paceline[accuracy]'" in (found.note or "")
 
 
-def test_a_suspect_stands_in_the_answer(golden: object) -> None:
+def test_the_answer_names_a_suspect(golden: object) -> None:
     report = build([asked(["a", "b"], ["a", "x"], ["a", "b"])], "test")
     assert answer(report) == golden
     assert any("node-1" in text for text in answer(report))

@@ -62,7 +62,7 @@ def test_a_load_of_less_than_a_second_is_known_by_all_of_its_time() -> None:
     assert use_of(found).events_per_s == pytest.approx(32 / 0.14)
 
 
-def test_the_share_is_told_with_the_ceiling_and_its_day(golden: object) -> None:
+def test_the_share_is_shown_with_the_ceiling_and_its_date(golden: object) -> None:
     use = use_of(asked(ceiling(320.0)))
     assert (use.events_per_s, use.ratio, use.is_near) == (32.0, pytest.approx(0.1), False)
     assert use.text == golden
@@ -121,7 +121,7 @@ def test_an_encrypted_load_has_no_such_ceiling(golden: object) -> None:
     assert "TLS" in text
 
 
-def test_each_load_is_held_against_the_client_that_it_had() -> None:
+def test_each_load_is_compared_with_the_ceiling_of_its_client() -> None:
     """A sweep: one process for one request in flight, two for more."""
     requests = [request(n, stage=n // 4, ended_ns=2 * S) for n in range(8)]
     stages = [stage(n, concurrency=n + 1, planned=4) for n in range(2)]
@@ -135,7 +135,7 @@ def test_each_load_is_held_against_the_client_that_it_had() -> None:
 # --- where a reader finds it ---
 
 
-def test_every_form_of_the_report_tells_it() -> None:
+def test_every_format_of_the_report_has_the_share() -> None:
     report = built(asked(ceiling(320.0)))
     sentence = f"10 % of the client ceiling (320 events/s over 100 streams, measured 2025-11-16){WHOLE}"
     assert f"The client used {sentence}" in markdown.text(report)

@@ -139,7 +139,7 @@ def test_a_replica_that_was_silent_is_named_with_its_node(silent_s: tuple[int, .
     assert f"{sentence} of its samples." in found.text
 
 
-def test_a_node_that_went_away_late_is_told_though_no_replica_died(golden: object) -> None:
+def test_a_node_lost_late_is_reported_although_no_replica_died(golden: object) -> None:
     whole = static()
     assert fleet_of(whole).text == golden
     found = fleet_of(replace(whole, lost_nodes=(1,)))

@@ -75,14 +75,14 @@ def test_launches_are_drawn_first() -> None:
         record(in_turns(0, 5, 1.0), full_set=100, replicas=(replica(0, died_ns=1),)),
     ],
 )
-def test_where_it_would_not_be_honest_the_reason_stands(asked: RunRecord, golden: object) -> None:
+def test_an_unsound_extrapolation_is_replaced_by_its_reason(asked: RunRecord, golden: object) -> None:
     found = told(asked)
     assert found.time is None
     assert found.reason
     assert found.reason == golden
 
 
-def test_nothing_is_told_where_the_size_is_unknown_or_all_was_asked() -> None:
+def test_nothing_is_extrapolated_if_the_size_is_unknown_or_all_was_asked() -> None:
     def of(**serving: int | str) -> FullSet | None:
         (load,) = measurements.gather([record(in_turns(0, 5, 1.0), **serving)])  # type: ignore[arg-type]
         return extrapolation.full_set(load)

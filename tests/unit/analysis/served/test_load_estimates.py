@@ -62,7 +62,7 @@ def in_waves(repeat: int, seconds: float) -> RunRecord:
     return dataclasses.replace(found, spec=dataclasses.replace(found.spec, repeat=repeat))
 
 
-def test_one_rate_has_one_interval_wherever_a_report_tells_it() -> None:
+def test_one_rate_has_one_interval_everywhere_in_a_report() -> None:
     """Launches within 2 % of each other. Slices of time, in which prefill and decode take turns, would say 30 %."""
     records = [in_waves(repeat, seconds) for repeat, seconds in enumerate((1.0, 1.02, 1.001))]
     (load,) = measurements.gather(records)

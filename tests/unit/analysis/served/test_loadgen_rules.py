@@ -41,7 +41,7 @@ def test_only_runs_that_were_asked_for_by_the_rules_carry_the_label() -> None:
     assert label(scenario="concurrency", concurrency=2, least_s=600.0) is None
 
 
-def test_a_server_run_that_keeps_what_can_be_told() -> None:
+def test_a_server_run_keeps_the_rules_that_can_be_checked() -> None:
     found = outcomes(by_poisson(700), scenario="server", rate_per_s=1.0)
     assert found == {
         "scenario": KEPT,

@@ -120,7 +120,7 @@ def test_too_few_pairs_have_no_verdict() -> None:
     assert {r.verdict for r in only(dataclasses.replace(record, requests=few)).ratios} == {None}
 
 
-def test_what_else_differs_stands_beside_the_gap(golden: object) -> None:
+def test_what_else_differs_is_shown_beside_the_gap(golden: object) -> None:
     replicas = (
         build_replica(0, "a", version="1.0", settings={"max_batch": 8}),
         build_replica(1, "b", version="1.1", settings={"max_batch": 8}),
@@ -141,7 +141,7 @@ def test_what_else_differs_stands_beside_the_gap(golden: object) -> None:
     assert "driver 5 -> 6" in said
 
 
-def test_faster_is_never_told_without_the_flag(golden: object) -> None:
+def test_faster_is_never_reported_without_the_flag(golden: object) -> None:
     answers = [build_answer(r, n, "right" if r != 0 else "wrong") for r in (0, 1, 2) for n in range(2)]
     law: Latencies = lambda replica, number, at: (0.5, 1.0, 1.0)[replica] * noise(number, replica)  # noqa: E731
     record = turns(law, (0, 1, 2, 2, 1, 0), answers=tuple(answers))

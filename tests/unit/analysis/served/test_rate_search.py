@@ -50,7 +50,7 @@ def test_too_few_requests_bound_nothing(golden: object) -> None:
     assert found.note == golden
 
 
-def test_one_that_passes_above_one_that_failed_is_told_not_taken(golden: object) -> None:
+def test_a_rate_that_passes_above_one_that_failed_is_reported_but_not_used(golden: object) -> None:
     found = searched((1, 459, 0), (2, 459, 100), (4, 459, 0))
     assert found is not None
     assert (found.value, found.high) == (1, 2)
@@ -125,13 +125,13 @@ def test_a_launch_that_lacks_an_end_takes_that_bound_away() -> None:
     assert (found.low, found.high) == (pytest.approx(8), None)
 
 
-def test_a_launch_that_tells_nothing_is_no_repetition() -> None:
+def test_an_undecided_launch_does_not_count_as_a_repeat() -> None:
     found = launches(((8, 459, 0), (9, 459, 100)), ((8, 100, 0),))
     assert found is not None
     assert (found.value, found.high, found.launches) == (8, 9, 1)
 
 
-def test_a_sweep_of_few_requests_in_each_launch_tells_by_all_of_them() -> None:
+def test_a_sweep_with_few_requests_per_launch_is_decided_by_all_launches() -> None:
     few = ((1, 230, 0), (2, 3, 1))
     found = launches(few, few, scenario="sweep")
     assert found is not None

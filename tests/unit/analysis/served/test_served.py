@@ -179,7 +179,7 @@ def test_a_request_sent_before_it_was_due_is_the_clients_fault(golden: object) -
     assert found == golden
 
 
-def test_of_several_processes_the_worst_is_told_once(golden: object) -> None:
+def test_of_several_processes_the_worst_is_reported_once(golden: object) -> None:
     clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
     assert client_problems(clients, [request(coalesced=1)], "offline") == golden
 
@@ -306,7 +306,7 @@ def test_a_load_that_ended_early_says_so(golden: object) -> None:
     assert measurements.duration_problems(load) == []
 
 
-def test_a_client_is_held_to_the_schedule_of_a_search_too(golden: object) -> None:
+def test_a_late_client_is_rejected_in_a_search_too(golden: object) -> None:
     late = replace(CLIENT, schedule_lag_p99_ns=5e6)
     stages = (stage(scenario="server", rate_per_s=2.0),)
     found = measurements.problems(
@@ -315,7 +315,7 @@ def test_a_client_is_held_to_the_schedule_of_a_search_too(golden: object) -> Non
     assert found == golden
 
 
-def test_a_search_is_believed_until_its_client_was_late(golden: object) -> None:
+def test_a_search_counts_until_its_client_was_late(golden: object) -> None:
     """The second load is the client's own limit: the first one stands."""
     late = replace(CLIENT, stage=1, schedule_lag_p99_ns=5e6)
     stages = [stage(n, scenario="server", rate_per_s=2.0 + n) for n in (0, 1)]

@@ -197,7 +197,7 @@ def test_no_report_grows_with_the_number_of_requests() -> None:
 # --- the client ---
 
 
-def test_the_audit_holds_the_worst_process_of_all_launches_even_of_runs_that_are_not_believed() -> None:
+def test_the_audit_shows_the_worst_process_of_all_launches_even_of_rejected_runs() -> None:
     requests = made.asked(20, rate_per_s=10)
     asked: dict[str, Any] = {"scenario": "server", "rate_per_s": 10.0}
     good = made.record(requests, clients=[made.client(), made.client(shard=1, read_lag_p99_ns=2e6)], **asked)
@@ -211,7 +211,7 @@ def test_the_audit_holds_the_worst_process_of_all_launches_even_of_runs_that_are
     assert found.loads[0].runs == (good.spec.run_id,)
 
 
-def test_the_audit_tells_what_has_no_bound_of_its_own() -> None:
+def test_the_audit_shows_values_without_a_limit_of_their_own() -> None:
     first, *others = made.asked(20, rate_per_s=10)
     requests = [replace(first, stamped=False, coalesced=first.pieces), *others]
     clients = [made.client(clock_drift_ns=-2_000)]

@@ -110,7 +110,7 @@ def test_launches_of_one_cell_with_different_models_are_noticed() -> None:
     assert any("the served model changed between launches of one cell (a | b)" in n for n in build(*launches).notes)
 
 
-def test_a_server_that_counts_prompts_otherwise_is_told_of(golden: object) -> None:
+def test_a_server_that_counts_prompts_differently_is_reported(golden: object) -> None:
     ids = [request(0, sent_ids=64), request(1, sent_ids=10), request(2, sent_ids=64, error="reset")]
     (note,) = [note for note in build(record(ids)).notes if "token ids" in note]
     assert note == golden
@@ -191,7 +191,7 @@ def test_a_failed_accuracy_of_the_whole_set_is_a_reason() -> None:
     assert verdict_of(load, replace(failed, outcome=UNDECIDED)).is_valid
 
 
-def test_a_launch_that_cannot_be_believed_is_left_out_and_named(golden: object) -> None:
+def test_an_unreliable_launch_is_left_out_and_named(golden: object) -> None:
     doubted = record(timed(2), repeat=1, clients=(replace(CLIENT, cpu_s=0.9),))
     (verdict,) = build(record(timed(2)), doubted).served
     assert verdict.is_valid
@@ -208,7 +208,7 @@ def test_each_load_of_a_sweep_has_a_row_and_a_verdict(golden: object) -> None:
     assert answer(report)[0] == golden
 
 
-def test_a_search_in_which_no_rate_failed_is_told_as_a_lower_bound(golden: object) -> None:
+def test_a_search_in_which_no_rate_failed_gives_a_lower_bound(golden: object) -> None:
     """The load whose client was late is the last one: its doubt is no part of the answer."""
     late = replace(CLIENT, schedule_lag_p99_ns=5e6, stage=1)
     stages = [stage(n, scenario="server", rate_per_s=rate) for n, rate in enumerate((8.0, 16.0))]
@@ -327,21 +327,21 @@ def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown(golden: 
     assert titles == golden
 
 
-def test_tables_of_replicas_are_told_apart_by_what_differs() -> None:
+def test_tables_of_replicas_are_named_by_what_differs() -> None:
     asked = [*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)]
     report = build(*(record(asked, replicas=TWO, api=api) for api in ("completions", "chat")))
     titles = [table.title for table in served_tables(report) if table.title.startswith("Replicas")]
     assert titles == [f"Replicas (offline, static partition, api {api})" for api in ("completions", "chat")]
 
 
-def test_measurements_over_replicas_are_told_apart_by_their_axes() -> None:
+def test_measurements_over_replicas_have_different_axes() -> None:
     report = build(record([*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)], replicas=TWO))
     rates = {m.axes["host"]: m.value for m in report.measurements if m.metric == "replica_output_tokens_per_s"}
     assert rates == {"node-0": pytest.approx(10), "node-1": pytest.approx(5)}
     assert {m.metric: m.value for m in report.measurements}["straggler_ratio"] == pytest.approx(0.5)
 
 
-def test_a_replica_that_died_stands_in_the_answer(golden: object) -> None:
+def test_the_answer_names_a_replica_that_died(golden: object) -> None:
     asked = [*in_turns(0, 11, 1.0), *in_turns(1, 1, 2.0, first=11)]
     lost = (replica(0), replica(1, died_ns=3 * S, reassigned=5))
     report = build(record(asked, replicas=lost))

@@ -163,7 +163,7 @@ def test_other_answers_are_not_compared_and_other_questions_do_not_meet(golden: 
     assert "64" in str(caught.value)
 
 
-def test_a_run_that_may_not_be_believed_is_not_ranked(golden: object) -> None:
+def test_an_unreliable_run_is_not_ranked(golden: object) -> None:
     """It answered its first request as often as there are requests, so it counts for nothing."""
     broken = run(seconds=0.01, phase=3)
     twice = tuple(dataclasses.replace(q, number=0) for q in broken.requests)

@@ -71,7 +71,7 @@ def by_name(scenario: str, count: int, **serving: object) -> dict[str, object]:
     return {m.metric: m for m in measurements.measure(load)}
 
 
-def test_the_steady_rate_stands_beside_the_whole() -> None:
+def test_the_steady_rate_is_shown_beside_the_whole() -> None:
     """Three at once for 1 s, and one more for another: 30 tokens in the steady second of two."""
     asked = [*(streamed(n, 0, 1) for n in range(3)), streamed(3, 1, 2)]
     (load,) = measurements.gather([record(asked)])
@@ -81,7 +81,7 @@ def test_the_steady_rate_stands_beside_the_whole() -> None:
     assert found["steady_ratio"].value == pytest.approx(0.5)
 
 
-def test_where_there_is_no_steady_rate_the_reason_stands(golden: object) -> None:
+def test_without_a_steady_rate_the_reason_is_shown(golden: object) -> None:
     rate = by_name("server", 2, rate_per_s=1.0)["steady_output_tokens_per_s"]
     assert (rate.value, rate.note) == (None, measurements.OPEN_LOAD)
     rate = by_name("concurrency", 2, concurrency=40)["steady_output_tokens_per_s"]

@@ -56,7 +56,7 @@ def test_a_step_of_five_percent_is_found_where_it_is(n: int, at: int, step: floa
         assert found.p_value <= 0.01
 
 
-def test_a_fault_that_was_mended_is_two_changes() -> None:
+def test_a_fault_that_was_fixed_is_two_changes() -> None:
     x = noise(40, 3)
     x[12:28] += 0.06
     assert [s.at for s in splits(x, 0)] == [12, 28]

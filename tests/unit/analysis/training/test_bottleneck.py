@@ -301,11 +301,11 @@ def test_memory_bandwidth_by_kernels_without_a_product(verdict: Builder, golden:
         ("input", trace(0.3, products=0.1, dequantisation=0.1, elementwise=0.1), 0.6),
     ],
 )
-def test_gaps_with_kernels_told_apart(kind: str, profile: TraceSample, wait_s: float, verdict: Builder) -> None:
+def test_gaps_with_known_kernels(kind: str, profile: TraceSample, wait_s: float, verdict: Builder) -> None:
     assert verdict(profile, wait_s=wait_s, **QLORA).kind == kind
 
 
-def test_network_with_kernels_told_apart(verdict: Builder) -> None:
+def test_network_with_known_kernels(verdict: Builder) -> None:
     busy = {"products": 0.1, "dequantisation": 0.1, "elementwise": 0.1}
     both = {**QLORA, "world_size": 2, "strategy": "ddp"}
     found = verdict(trace(0.3, 0.6, **busy), trace(0.3, 0.6, rank=1, **busy), **both)
@@ -317,7 +317,7 @@ def test_products_far_from_their_ceiling_lie_between(verdict: Builder) -> None:
     assert found.kind == "between compute and memory bandwidth"
 
 
-def test_shares_with_kernels_told_apart_add_up_to_the_step(verdict: Builder) -> None:
+def test_shares_with_known_kernels_add_up_to_the_step(verdict: Builder) -> None:
     profile = trace(0.8, h2d_s=0.05, products=0.4, attention=0.1, dequantisation=0.15, elementwise=0.1, copies=0.05)
     found = verdict(profile, wait_s=0.1, products_s=0.3, **QLORA)
     known = sum(share.share_ratio or 0.0 for share in found.evidence)

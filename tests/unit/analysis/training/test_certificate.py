@@ -154,7 +154,9 @@ class TestData:
         assert text == golden
         assert "600" in text
 
-    def test_padded_data_is_held_against_the_reference_count(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_padded_data_is_compared_with_the_count_of_the_reference(
+        self, good: RunRecord, reference: RunRecord
+    ) -> None:
         padded = with_steps(reference, tokens=200)
         assert certify(with_steps(good, tokens=100), padded, []).valid
         assert failed(certify(with_steps(good, tokens=110), padded, [])) == ["tokens per optimizer step"]

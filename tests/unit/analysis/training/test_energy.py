@@ -37,7 +37,7 @@ def test_a_counter_is_read_as_a_difference() -> None:
     assert found.margin_j == 0, "both ends meet a reading"
 
 
-def test_ends_between_readings_are_interpolated_and_what_they_may_be_off_by_is_told() -> None:
+def test_ends_between_readings_are_interpolated_with_their_error() -> None:
     samples = [reading(0, energy_j=0.0), reading(10, energy_j=100.0), reading(20, energy_j=300.0)]
     found = energy.between(samples, 4, 15)
     # 40 J at 4 s and 200 J at 15 s; the first may have been 0 to 100, the second 100 to 300.
@@ -45,7 +45,7 @@ def test_ends_between_readings_are_interpolated_and_what_they_may_be_off_by_is_t
     assert found.margin_j == pytest.approx(60 + 100)
 
 
-def test_power_is_integrated_by_trapezoids_where_no_counter_is_told() -> None:
+def test_power_is_integrated_by_trapezoids_without_a_counter() -> None:
     samples = [reading(0, power_w=100.0), reading(2, power_w=300.0), reading(4, power_w=300.0)]
     found = energy.between(samples, 0, 4)
     assert (found.joules, found.how) == (400 + 600, energy.POWER)
@@ -72,7 +72,7 @@ def test_a_counter_set_back_before_the_window_does_not_matter() -> None:
         [reading(at, power_w=100.0) for at in (0, 1, 9)],
     ],
 )
-def test_what_cannot_be_told_says_why(samples: Sequence[GaugeSample], golden: object) -> None:
+def test_an_unknown_energy_has_a_reason(samples: Sequence[GaugeSample], golden: object) -> None:
     found = energy.between(samples, 1, 8)
     assert found.joules is None
     assert str(found.reason) == golden

@@ -133,6 +133,7 @@ def test_a_cost_is_of_what_was_counted(data: str, noun: str, amount: str) -> Non
     assert ddp.usd_per_mtok.value == pytest.approx(0.002 * 1e6 / rate)
     assert (ddp.counted, ddp.usd_per_mtok.unit, ddp.amount[0]) == (noun, f"USD/M{noun}", amount)
     assert (ddp.train_cost_usd is None) == (noun != "token")
+    assert any(note.startswith("--train-tokens: a script") for note in report.notes) == (noun != "token")
     (table,) = cost.tables(report)
     headings = [column.heading for column in table.columns]
     assert headings[2] == ("cost, USD/Btoken" if noun == "token" else f"cost, USD per {amount}")
@@ -140,10 +141,10 @@ def test_a_cost_is_of_what_was_counted(data: str, noun: str, amount: str) -> Non
     assert "None" not in str(table)
     (chart,) = money.cost(report)
     assert chart.y.unit == f"USD per {amount}"
-    assert {tile.unit for tile in tiles(report) if tile.name == "Cost"} <= {f"USD per {amount}"}
+    assert {tile.unit for tile in tiles(report) if tile.name == "Cost"} == {f"USD per {amount}"}
 
 
-def test_commands_of_one_script_are_told_apart_by_what_follows_it() -> None:
+def test_commands_of_one_script_are_named_by_what_follows_it() -> None:
     def with_width(at: float, *words: str) -> RunRecord:
         record = run(at=at, parameters=at + 10)
         script = Script(command=("python", "lab/train.py", *words), code="v1")

@@ -60,7 +60,7 @@ def record() -> Callable[..., RunRecord]:
     return make
 
 
-def test_the_busiest_rank_speaks_and_the_error_is_of_its_peak(record: Callable[..., RunRecord]) -> None:
+def test_the_error_is_of_the_peak_of_the_busiest_rank(record: Callable[..., RunRecord]) -> None:
     told = [part("peak", 330, "predicted"), part("parameters", 40, "predicted"), part("peak", 990, "predicted", 9)]
     memory = (*moments(0), *moments(1, extra=20))
     done = record(spec("memory", processes=2), memory=memory, components=(*held(0), *held(1), *told))

@@ -50,7 +50,7 @@ def run_on_gpus(make_spec: Builder, make_record: Builder) -> Builder:
     return build
 
 
-def test_a_sample_stands_for_the_time_around_it_but_not_for_a_pause() -> None:
+def test_a_sample_covers_the_time_around_it_but_no_pause() -> None:
     samples = [GaugeSample(rank=0, host="a", at_s=at) for at in (0.0, 1.0, 2.0, 9.0)]
     begins, ends = gauges.spoken_for(samples)
     assert begins.tolist() == [-0.5, 0.5, 1.5, 8.0]
@@ -161,7 +161,7 @@ def test_the_answer_and_the_recommendation_say_so(sides: Builder, golden: object
 # --- the table and the curves ---
 
 
-def test_the_table_tells_the_measured_steps_only(run_on_gpus: Builder) -> None:
+def test_the_table_counts_the_measured_steps_only(run_on_gpus: Builder) -> None:
     hot = [dataclasses.replace(s, temperature_c=99.0) if s.at_s < 1000 else s for s in stream(during(1010, 1012))]
     record = run_on_gpus(hot)
     window = open_window(record)
@@ -175,7 +175,7 @@ def test_the_table_tells_the_measured_steps_only(run_on_gpus: Builder) -> None:
     assert trace.seconds[0] == -11.0, "set-up is drawn"
 
 
-def test_of_a_served_run_the_loads_are_told_and_not_the_start_of_its_engine() -> None:
+def test_throttling_of_a_served_run_is_of_its_loads_and_not_of_its_start() -> None:
     read = [dataclasses.replace(s, utilisation_ratio=0.0) if s.at_s < 1010 else s for s in stream(during(0, 0))]
     loads = [build_stage(0, 0, 4, began_at_s=1010.0), build_stage(1, 5, 12, began_at_s=1015.0)]
     record = build_record(build_spec(device="cuda"), [], stages=tuple(loads), gauges=tuple(read))

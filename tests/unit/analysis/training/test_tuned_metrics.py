@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.compare.cells import comparable_metrics, compare_cells, comparison, why_not_compared
-from paceline.analysis.findings import Measurement
+from paceline.analysis.findings import SHARED_GPU, Measurement
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.analysis.training import metrics, rules_of_thumb
@@ -21,6 +21,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Tuning
 from paceline.models import adapters, arithmetic
 from paceline.report.answer import answer
+from paceline.report.summary import headline
 from paceline.report.tables import finetuning
 from paceline.results.records import RunRecord
 
@@ -226,6 +227,10 @@ def test_a_single_fine_tune_is_answered_by_its_rate(
     text = answer(report)[0]
     assert text == golden
     assert "160" in text
+    on_one_gpu = tuple(dataclasses.replace(run, health=(SHARED_GPU,)) for run in runs)
+    shared = dataclasses.replace(report, runs=on_one_gpu)
+    assert finetuning.sentence(shared) == ""
+    assert "160" not in headline(shared)
 
 
 def test_no_rule_of_thumb_of_a_fine_tune(make_tuned: Builder) -> None:

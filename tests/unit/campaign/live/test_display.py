@@ -51,7 +51,7 @@ def test_a_log_gets_a_line_per_end_and_none_per_step(tmp_path: Path, make_spec: 
     assert text(screen).endswith("s): out of [memory]\n")
 
 
-def test_a_long_run_is_told_of_now_and_then(
+def test_a_long_run_is_reported_at_intervals(
     tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     now = 1000.0
@@ -86,9 +86,7 @@ def test_a_refused_run_takes_no_time(make_spec: Make, monkeypatch: pytest.Monkey
     assert [line.split("(")[1].split(")")[0] for line in text(screen).splitlines()] == ["60.0 s", "0.0 s"]
 
 
-def test_what_was_measured_before_tells_how_long_its_repeats_take(
-    tmp_path: Path, make_spec: Make, make_run: Make
-) -> None:
+def test_earlier_runs_predict_the_time_of_their_repeats(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     first, second = make_spec("ddp"), make_spec("ddp", repeat=1)
     make_run(tmp_path, first)
     lines = display.Lines(console())
@@ -126,7 +124,7 @@ def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
     assert "✓   1/2 ddp tiny x2 repeat 1 ok" in text(screen)
 
 
-def test_a_restart_is_told_with_its_reason_and_how_many_are_left(make_spec: Make, golden: object) -> None:
+def test_a_restart_is_shown_with_its_reason_and_how_many_are_left(make_spec: Make, golden: object) -> None:
     for terminal in (False, True):
         screen, spec = console(terminal=terminal), make_spec("ddp")
         lines = display.observer_for(screen)
@@ -141,7 +139,7 @@ def test_a_restart_is_told_with_its_reason_and_how_many_are_left(make_spec: Make
         assert "x2" in shown
 
 
-def test_a_reason_to_wait_is_told_once_whatever_it_counts(make_spec: Make) -> None:
+def test_a_reason_to_wait_is_shown_once_whatever_it_counts(make_spec: Make) -> None:
     screen, spec = console(), make_spec("ddp")
     lines = display.Lines(screen)
     lines.begin([spec])
@@ -199,7 +197,7 @@ def test_a_disturbed_launch_that_is_repeated_costs_too(
     assert lines.usd() == pytest.approx(2 * (45 + 45) / 3600 * 60)
 
 
-def test_a_prediction_tells_the_time_left_before_anything_was_measured(make_spec: Make) -> None:
+def test_a_prediction_gives_the_time_left_before_anything_was_measured(make_spec: Make) -> None:
     specs = [make_spec("ddp"), make_spec("fsdp2")]
     lines = display.Lines(console(), predicted={spec.run_id: 40.0 for spec in specs})
     lines.begin(specs)

@@ -413,7 +413,7 @@ def test_an_engine_that_takes_nothing_is_one_sentence_and_leaves_no_trace(
     assert [spec.workload.name for spec in closed.asked[0]] == ["reference", "pretrain"], "each engine is asked once"
 
 
-def test_an_engine_that_is_slow_to_answer_is_told_of(
+def test_a_slow_engine_is_reported(
     tmp_path: Path, make_spec: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
@@ -538,7 +538,7 @@ def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_
     assert str(caught.value) == golden
 
 
-def test_a_folder_in_use_is_told_before_any_engine_is_asked(
+def test_a_folder_in_use_is_reported_before_any_engine_is_asked(
     tmp_path: Path, make_spec: Make, closed: Closed, golden: object
 ) -> None:
     spec = make_spec("ddp", 1)

@@ -182,7 +182,7 @@ def test_the_messages_name_the_run_and_the_reason(tmp_path: Path, spec: RunSpec,
     controller.execute(spec, tmp_path, Watcher(), None, messages.append)
     assert messages == [
         f"trust: red during {spec.run_id}: other processes used 1.0 of 2 cores. "
-        "Stop them, or expect wide intervals. Launching it again (repeat 1 of 2)."
+        "Stop them, or expect wide intervals. Launching it again (extra launch 1 of 2)."
     ]
 
 

@@ -130,7 +130,7 @@ def leave(make_outcome: Make, make_step: Make) -> Callable[..., Leave]:
 
 
 @pytest.mark.parametrize(("spoke", "who"), [((0, 1), "node 1 of 2"), ((0, 1, 2), "rank 3 on node 1 of 2")])
-def test_a_node_that_a_run_went_on_without_stands_in_its_record(
+def test_the_record_names_a_node_that_the_run_lost(
     make_spec: Make, execute: Make, make_outcome: Make, spoke: tuple[int, ...], who: str, golden: object
 ) -> None:
     served = make_spec(None, nodes=2, workload="inference", serving=Serving(), engine=Choice("vllm"))
@@ -170,7 +170,7 @@ def test_a_killed_rank_is_started_again_and_the_run_is_one_trajectory(
 
 
 @pytest.mark.parametrize(("goes_on_at", "hosts"), [(3, ["a", "b"]), (0, ["b"])])
-def test_a_machine_stands_in_the_record_just_where_a_step_of_it_does(
+def test_the_record_has_exactly_the_machines_of_its_steps(
     spec: RunSpec, execute: Make, leave: Make, goes_on_at: int, hosts: list[str]
 ) -> None:
     """Begun anew on another node, nothing of the lost one's was measured; gone on with, its steps are in the record."""

@@ -117,7 +117,7 @@ def test_a_time_is_served_once(out: Path) -> None:
     assert agenda.due_time(schedule_of(), agenda.occasions(out, "nightly"), at(16), timedelta(hours=1)) is None
 
 
-def test_one_that_began_and_did_not_end_runs_only_while_the_lock_is_held(out: Path) -> None:
+def test_an_unfinished_job_counts_as_running_only_while_its_lock_is_taken(out: Path) -> None:
     began(out, at(14))
     began(out, at(15))
     with agenda.exclusive(out, "nightly") as alone:
@@ -155,7 +155,7 @@ def test_on_a_cluster_the_history_is_elsewhere(out: Path, golden: object) -> Non
     assert lines == golden
 
 
-def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path) -> None:
+def test_status_lists_what_ran_what_was_skipped_and_what_was_missed(out: Path) -> None:
     agenda.write(out, schedule_of(added_at=(datetime.now(UTC) - 3 * DAY).timestamp()))
     cron = schedule_of().cron
     first, second, *_ = cron.between(datetime.now(UTC) - 3 * DAY, datetime.now(UTC) - agenda.GRACE)

@@ -109,7 +109,9 @@ def test_letters_that_many_or_no_zones_show_are_not_guessed_at(zone: str) -> Non
     assert "did you mean" not in str(refused.value)
 
 
-def test_a_host_without_time_zones_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
+def test_a_host_without_time_zones_gets_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr("paceline.campaign.schedule.cron._zones", frozenset)
     with pytest.raises(RequestError) as caught:
         Cron("0 19 * * *", "Asia/Seoul")

@@ -85,7 +85,7 @@ def test_the_webhook_gets_the_facts_and_the_headers(hook: tuple[type[Hook], str]
     }
 
 
-def test_a_refusal_is_told_by_its_number(hook: tuple[type[Hook], str], golden: object) -> None:
+def test_a_refusal_is_reported_with_its_status_code(hook: tuple[type[Hook], str], golden: object) -> None:
     kind, address = hook
     kind.status = 500
     assert notification.send(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address}) == golden

@@ -308,7 +308,7 @@ def test_no_cluster_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(caught.value) == golden
 
 
-def test_who_is_not_known_is_told_where_to_look_and_not_to_ask_for_rights(
+def test_an_unknown_user_is_told_to_check_the_login_and_not_to_ask_for_rights(
     cluster: Cluster, answers: Answers, kubeconfig: Callable[[str], None]
 ) -> None:
     answers.next = [status(401, "Unauthorized")]

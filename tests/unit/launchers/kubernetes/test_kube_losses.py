@@ -178,7 +178,7 @@ def test_a_job_that_ends_all_of_its_pods_loses_none(watched: Watched, run_dir: P
     assert state.status is (Status.TIMEOUT if reason == "DeadlineExceeded" else None)
 
 
-def test_a_cluster_that_drops_the_limit_of_each_index_is_told_of_and_loses_none(
+def test_a_cluster_that_drops_the_limit_of_each_index_is_reported_and_loses_no_run(
     watched: Watched, run_dir: Path, golden: object
 ) -> None:
     """Its Job would start the pod again, which would find nobody."""

@@ -59,7 +59,7 @@ def test_every_launcher_file_makes_manifests_that_the_schemas_accept(
             kubernetes_validate.validate(manifest, "1.36", strict=True)
 
 
-def test_every_option_stands_in_the_table_with_its_default() -> None:
+def test_the_table_lists_every_option_with_its_default() -> None:
     table = re.findall(r"^\| (`.*) \| (.*) \| .* \|$", (DOCS / "kubernetes.md").read_text(), re.MULTILINE)
     told: dict[str, str] = {}
     for names, defaults in table:

@@ -401,7 +401,7 @@ def test_a_refused_log_ends_the_run_with_the_refusal(cluster: KnownCluster, job:
     assert str(caught.value) == golden
 
 
-def test_a_removal_that_is_not_possible_now_is_told_in_the_log(cluster: KnownCluster, job: Job, tmp_path: Path) -> None:
+def test_a_removal_that_fails_for_now_is_logged(cluster: KnownCluster, job: Job, tmp_path: Path) -> None:
     handle = kubernetes.submit(job)
     cluster.refusal = Unavailable("the API server does not answer")
     kubernetes.cancel(handle)
@@ -409,7 +409,7 @@ def test_a_removal_that_is_not_possible_now_is_told_in_the_log(cluster: KnownClu
     assert "does not answer; the job may still exist: kubectl delete jobs" in said
 
 
-def test_a_job_that_is_given_up_is_told_to_end_before_its_logs_are_closed(
+def test_an_abandoned_job_is_stopped_before_its_logs_are_closed(
     cluster: KnownCluster, job: Job, golden: object
 ) -> None:
     handle = kubernetes.submit(job)

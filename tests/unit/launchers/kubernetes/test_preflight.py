@@ -137,7 +137,7 @@ def test_a_kind_that_is_not_installed_is_one_sentence(
     assert "v1alpha2" in said
 
 
-def test_a_server_that_does_not_answer_is_waited_for_and_then_told(
+def test_a_server_that_does_not_answer_is_retried_and_then_reported(
     cluster: Cluster, config: Callable[..., Path], refused: Callable[..., str], golden: object
 ) -> None:
     config()

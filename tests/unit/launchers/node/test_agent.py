@@ -188,7 +188,7 @@ def test_a_wrong_number_of_nodes_is_the_word_of_the_first_rank(agent: Callable[.
     assert outcome.error == golden
 
 
-def test_a_scratch_that_is_not_there_is_told(agent: Callable[..., Agent]) -> None:
+def test_a_missing_scratch_directory_is_reported(agent: Callable[..., Agent]) -> None:
     one = agent("--relay", "--spec-stdin", "--scratch=/nowhere/at/all")
     one.tell(request(one, PACELINE_NODE="gpu-7"))
     receiver = one.end()

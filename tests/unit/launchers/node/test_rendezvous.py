@@ -115,7 +115,7 @@ def test_who_never_came_is_named_to_all(port: int, golden: object) -> None:
     assert str(caught.value) == golden
 
 
-def test_a_port_that_is_taken_is_told(port: int, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
+def test_a_port_in_use_is_reported(port: int, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(rendezvous, "PORT_WAIT_S", 0.1)
     with socket.create_server(("127.0.0.1", port)):
         (first,) = met(member(port, 0), patience_s=0.2)
@@ -143,7 +143,7 @@ def test_a_node_of_another_attempt_is_not_taken_for_ours(port: int, golden: obje
     assert str(caught.value) == golden
 
 
-def test_another_program_at_the_port_is_told_from_node_0(port: int, golden: object) -> None:
+def test_another_program_at_the_port_is_not_taken_for_node_0(port: int, golden: object) -> None:
     stop = threading.Event()
 
     def shut_every_door(server: socket.socket) -> None:
@@ -187,7 +187,7 @@ def test_who_does_not_know_the_secret_is_sent_away_however_it_asks(port: int) ->
         assert first.result().own == "127.0.0.1"
 
 
-def test_a_program_that_poses_as_node_0_is_not_believed(port: int) -> None:
+def test_a_program_that_poses_as_node_0_is_rejected(port: int) -> None:
     """It would send the nodes to a store of its own."""
 
     def pose(server: socket.socket) -> None:

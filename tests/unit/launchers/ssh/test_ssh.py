@@ -241,7 +241,7 @@ def test_a_checkpoint_needs_a_place_that_hosts_share(make_spec: Make) -> None:
         {"hosts": ["a", {"host": "b", "key": "/no/key"}]},
     ],
 )
-def test_a_file_that_is_absent_is_told_by_its_option(options: dict[str, Any], golden: object) -> None:
+def test_a_missing_file_is_reported_with_its_option(options: dict[str, Any], golden: object) -> None:
     chosen = Options(**options)
     with pytest.raises(LaunchError) as caught:
         _ssh_hosts.ask(chosen, chosen.machines)

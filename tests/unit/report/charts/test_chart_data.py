@@ -250,7 +250,7 @@ def test_collectives_stand_beside_their_fit(report: Report) -> None:
     assert named(found, "collective_bandwidth_cccccccc").points
 
 
-def test_a_pair_is_told_from_both_sides(report: Report) -> None:
+def test_a_pair_is_shown_from_both_sides(report: Report) -> None:
     pair = Pair(
         run="r", ranks=(0, 1), hosts=("a", "b"), size_bytes=2**20, bandwidth_bytes_per_s=5e9, ratio=0.5, turns=2
     )
@@ -283,7 +283,7 @@ def test_rates_far_apart_stand_on_a_logarithmic_axis(report: Report, slowest: fl
     assert [p.x for p in chart.points] == [1024.0, 8192.0]
 
 
-def test_every_point_stands_for_a_cell_of_the_report(report: Report) -> None:
+def test_every_point_belongs_to_a_cell_of_the_report(report: Report) -> None:
     known = {run.cell for run in report.runs}
     for chart in charts(report):
         assert {cell for point in chart.points for cell in point.cells} <= known

@@ -138,7 +138,7 @@ def test_replicas_that_were_asked_alone_are_curves_of_their_own() -> None:
     assert labels == ["node-a", "node-b"]
 
 
-def test_only_what_tells_cells_apart_is_named(golden: object) -> None:
+def test_names_have_only_what_distinguishes_cells(golden: object) -> None:
     both = [
         made.record(made.asked(20, TWO, in_flight=4), TWO, scenario="concurrency", concurrency=4, partition=partition)
         for partition in ("static", "dynamic")
@@ -149,7 +149,7 @@ def test_only_what_tells_cells_apart_is_named(golden: object) -> None:
     assert names == golden
 
 
-def test_replicas_of_one_host_are_told_apart(golden: object) -> None:
+def test_replicas_of_one_host_have_different_names(golden: object) -> None:
     twins = (Replica("node-a"), Replica("node-a"))
     report = build([made.record(made.asked(30, twins, in_flight=4), twins, scenario="concurrency", concurrency=4)], "t")
     assert {p.series for p in named(report, "served_in_flight").points} == golden
@@ -206,7 +206,7 @@ def test_the_smallest_run_is_drawn(tmp_path: Path) -> None:
     assert len(plots.export(lone, tmp_path)) == 4
 
 
-def test_a_strip_is_as_high_as_what_it_stands_for() -> None:
+def test_the_height_of_a_strip_is_its_value() -> None:
     assert text_bars.strip([0.0, 1.0, 4.0, 8.0], top=8.0, width=4) == " ▂▅█"
     assert text_bars.strip([2.0, 6.0, 0.001, 0.0], top=8.0, width=2) == "▅▁"
     assert text_bars.strip([1.0, 2.0], top=2.0, width=30) == "▅█"

@@ -169,7 +169,7 @@ def test_cells_of_a_design_that_stand_alone_are_one_list(designed: Report) -> No
     assert all(row.rank is None for row in group.rows)
 
 
-def test_a_shown_run_tells_where_its_profiled_steps_went(golden: object) -> None:
+def test_show_lists_where_the_profiled_steps_went(golden: object) -> None:
     from paceline.report.tables.one_run import _profile
     from paceline.results.records import TraceSample
 

@@ -151,7 +151,7 @@ def test_every_chart_has_a_place_and_its_data(report: Report) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_zero_is_told_and_defaults_are_not(report: Report) -> None:
+def test_zero_is_shown_and_defaults_are_not(report: Report) -> None:
     chart = next(c for c in data_of(html.text(report))["charts"] if c["name"] == "throughput")
     assert chart["series"][0]["colour"] == 0
     assert "samples" not in chart["points"][0]

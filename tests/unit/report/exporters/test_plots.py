@@ -59,7 +59,7 @@ def test_charts_name_units_groups_and_the_measured_baseline(report: Report) -> N
     assert "ms per optimizer step" in svg_text(report, "step_time")
 
 
-def test_memory_stands_against_the_device_where_it_is_known(report: Report, golden: object) -> None:
+def test_memory_is_drawn_against_that_of_the_device_if_known(report: Report, golden: object) -> None:
     def on(memory_bytes: int | None) -> str:
         machine = {"host": "a", "gpus": [{"memory_bytes": memory_bytes}]}
         return svg_text(dataclasses.replace(report, machines=(machine,)), "memory")

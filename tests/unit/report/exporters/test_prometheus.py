@@ -32,7 +32,7 @@ def test_each_measurement_is_a_gauge_with_its_cell_and_bounds(report: Report) ->
     assert 'paceline_runs{experiment="quick",status="oom"} 1' in lines
 
 
-def test_every_line_is_of_the_format_and_every_family_stands_once(report: Report) -> None:
+def test_every_line_is_valid_and_every_family_occurs_once(report: Report) -> None:
     lines = prometheus.text(report).splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert all(SAMPLE.fullmatch(line) for line in samples)

@@ -91,7 +91,7 @@ def test_a_folder_that_somebody_else_made_is_refused_and_kept(tmp_path: Path, go
     assert (theirs / "precious").read_text() == "1"
 
 
-def test_after_an_error_the_old_folder_stands(tmp_path: Path) -> None:
+def test_after_an_error_the_old_folder_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "tensorboard"
     with replacing(folder) as fresh:
         (fresh / "file").write_text("old")

@@ -89,14 +89,14 @@ def test_a_report_without_ceilings_has_no_such_table(report: Report) -> None:
     assert ceilings.tables(report) == ()
 
 
-def test_the_peak_stands_with_its_shape_and_its_share(ceilings_report: Report, golden: object) -> None:
+def test_the_peak_is_shown_with_its_shape_and_its_share(ceilings_report: Report, golden: object) -> None:
     found = table(ceilings_report, "Ceilings: matrix products")
     assert found.columns[1].heading == golden
     assert texts(found)[0] == ["bf16", "775.0", "8192 x 8192 x 8192", "78.4"]
     assert texts(found)[1][2] == "unsupported: needs compute capability 8.9"
 
 
-def test_a_cpus_peak_is_told_in_gflops(ceilings_report: Report, golden: object) -> None:
+def test_the_peak_of_a_cpu_is_in_gflops(ceilings_report: Report, golden: object) -> None:
     slow = measurement("achievable_flops_per_s", 36.5e9, kernel="matmul", dtype="fp32", label="512 x 512 x 512")
     found = table(dataclasses.replace(ceilings_report, measurements=(slow,)), "Ceilings: matrix products")
     assert found.columns[1].heading == golden
@@ -111,7 +111,7 @@ def test_products_stand_by_layer_and_direction_and_a_gap_has_its_reason(
     assert any("bf16" in note for note in found.notes)
 
 
-def test_pinned_stands_beside_pageable(ceilings_report: Report, golden: object) -> None:
+def test_pinned_and_pageable_copies_are_in_one_row(ceilings_report: Report, golden: object) -> None:
     found = table(ceilings_report, "Ceilings: copies")
     heads = [column.heading for column in found.columns]
     assert heads == golden
@@ -119,7 +119,7 @@ def test_pinned_stands_beside_pageable(ceilings_report: Report, golden: object) 
     assert texts(found)[-1][1:] == ["1,070", "55.0", "11.0"]
 
 
-def test_a_slow_device_stands_out_among_its_peers(ceilings_report: Report) -> None:
+def test_a_device_slower_than_its_peers_is_marked(ceilings_report: Report) -> None:
     own = tuple(
         measurement("achievable_flops_per_s", v, kernel="matmul", dtype="bf16", rank=rank)
         for rank, v in enumerate((775e12, 700e12, 776e12))

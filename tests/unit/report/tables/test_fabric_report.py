@@ -155,7 +155,7 @@ def test_overlap_tournament_and_suspects_have_their_tables(swept: Report, golden
         (("c:a=1,b=1", "c:a=1,b=2", "c:a=2,b=1"), ["a=1, b=1", "a=1, b=2", "a=2"]),
     ],
 )
-def test_sweeps_are_told_apart_by_the_first_options_that_do(
+def test_sweeps_are_named_by_the_first_options_that_distinguish_them(
     swept: Report, workloads: tuple[str, ...], names: list[str]
 ) -> None:
     first = swept.collectives[0]

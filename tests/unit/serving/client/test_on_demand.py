@@ -73,7 +73,7 @@ def test_failures_end_too_and_are_counted(replica: Start, mode: str, error: str)
     assert sum(tokens == 0 for _, tokens in heard.ends) == sum(account.errors.values())
 
 
-def test_an_end_is_told_whatever_goes_wrong(replica: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_is_reported_whatever_goes_wrong(replica: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """LoadGen waits for each without a bound."""
 
     def fail(*_: object) -> None:

@@ -225,7 +225,7 @@ def test_a_payload_for_each_replica_and_a_head_of_its_own(replica: Make, send: S
     assert errors(send(0, 2, targets=[target], ports=[0], payloads=[rest] * 2)) == {None: 2}
 
 
-def test_counts_are_told_while_it_runs(server: Serve) -> None:
+def test_counts_are_reported_while_it_runs(server: Serve) -> None:
     port, broken = server(ttft_s=0.2, itl_s=0.01), server(mode="fail")
     whole = schedule.Plan(
         due_ns=schedule.constant(40, 60), samples=schedule.permuted(60, 60, 1), replicas=schedule.spread(60, 3)

@@ -168,7 +168,7 @@ def test_nobody_listens(send: Send) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EADDRNOTAVAIL])
-def test_what_the_client_has_run_out_of_is_held_against_no_replica(
+def test_what_the_client_ran_out_of_is_not_the_fault_of_a_replica(
     code: int, replica: Make, send: Send, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -102,7 +102,7 @@ GOOD = ShardResult(
 )
 
 
-def test_a_client_in_time_is_believed() -> None:
+def test_a_punctual_client_is_reliable() -> None:
     assert audit.judge([GOOD]).is_valid
 
 

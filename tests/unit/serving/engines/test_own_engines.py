@@ -88,7 +88,7 @@ def test_a_replica_listens_at_the_interface_of_the_ranks(
         ("cpu", {"compile": True}, (True, False)),
     ],
 )
-def test_a_decode_step_is_compiled_on_gpus_unless_told(
+def test_a_decode_step_is_compiled_on_gpus_by_default(
     make: Any, monkeypatch: pytest.MonkeyPatch, device: str, options: dict[str, Any], made: tuple[bool, bool]
 ) -> None:
     started: list[Settings] = []

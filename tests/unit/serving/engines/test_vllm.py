@@ -195,7 +195,7 @@ def test_the_key_is_in_no_command_line_and_no_text(
     assert all_gone(given["pids"])
 
 
-def test_one_that_is_never_ready_is_told_with_its_last_words(tmp_path: Path, golden: object) -> None:
+def test_a_server_that_never_starts_is_reported_with_its_last_lines(tmp_path: Path, golden: object) -> None:
     waits = [sys.executable, "-c", "import time; time.sleep(600)"]
     with _server.started("vllm serve", waits, dict(os.environ), tmp_path / "log", "key") as server:
         with server.log.open("a") as log:
@@ -215,7 +215,7 @@ def test_a_port_that_somebody_took_meanwhile_is_exchanged(
     assert all_gone(told()["pids"])
 
 
-def test_a_server_that_ended_while_it_was_asked_is_told(
+def test_a_server_that_ended_during_a_load_is_reported(
     spec: Any, told: Any, program: str, capfd: pytest.CaptureFixture[str], golden: object
 ) -> None:
     """By its only rank as the end of the run; of several the client goes on with the others."""

@@ -52,7 +52,7 @@ def test_an_end_token_ends_and_a_place_nobody_has_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("law", ["static", "continuous"])
-def test_one_that_is_dropped_is_not_told_of_again(law: str) -> None:
+def test_a_dropped_request_is_not_reported_again(law: str) -> None:
     batching = Batching(settings(batching=law))
     for number in (1, 2, 3):
         batching.arrive(guest(number))
@@ -106,7 +106,7 @@ class Counting:
         return self.counts
 
 
-def test_serving_tells_every_token_of_every_request_in_order_and_ends_with_the_front() -> None:
+def test_serving_sends_all_tokens_in_order_and_ends_with_the_front() -> None:
     ours, theirs = socket.socketpair()
     ended: list[type[BaseException]] = []
 

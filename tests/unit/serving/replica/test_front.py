@@ -99,7 +99,7 @@ def test_a_whole_answer_and_the_next_request_on_the_same_connection() -> None:
     assert not talk.transport.closed
 
 
-def test_a_client_that_goes_away_is_told_to_the_model_and_its_tokens_go_nowhere() -> None:
+def test_the_model_stops_for_a_client_that_left_and_its_tokens_are_dropped() -> None:
     talk = Talk()
     talk.send(stream=True)
     talk.front.pass_on([(1, 7, None)])

@@ -107,7 +107,7 @@ def test_the_digest_covers_ids_positions_and_labels(part: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["instructions:mean=12", PACKED])
-def test_label_tokens_are_told_without_making_the_row(text: str) -> None:
+def test_label_tokens_are_counted_without_building_the_row(text: str) -> None:
     corpus = instructions(text)
     for index in range(0, 600, 7):
         row = corpus.row(index)

@@ -95,7 +95,7 @@ def test_fp8_has_one_layout_and_says_how_it_accumulates() -> None:
 
 
 @pytest.mark.parametrize(("largest", "sides"), [(100, [64, 100]), (128, [64, 128]), (32, [32]), (None, [64, 128, 256])])
-def test_a_sweep_ends_where_it_is_told_to(largest: int | None, sides: list[int]) -> None:
+def test_a_sweep_ends_at_its_limit(largest: int | None, sides: list[int]) -> None:
     assert compute._ladder((64, 256), largest, 2) == sides
 
 

@@ -282,7 +282,7 @@ def with_late(*late: int) -> Rule:
     return rule
 
 
-def test_where_nothing_can_be_told_more_are_asked_at_that_rate() -> None:
+def test_an_undecided_rate_gets_more_requests() -> None:
     """Of 459 requests 1 to 10 late ones are too many to pass and too few to fail."""
     seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(1, 5))
     first = [(load.rate_per_s, load.requests, outcome.verdict) for load, outcome in seen[:4]]
@@ -296,7 +296,7 @@ def test_where_nothing_can_be_told_more_are_asked_at_that_rate() -> None:
     assert len({load.seed for load, _ in seen}) == len(seen)
 
 
-def test_a_rate_that_never_tells_is_no_failure_and_the_search_goes_on_below(golden: object) -> None:
+def test_an_undecided_rate_is_no_failure_and_the_search_goes_on_below(golden: object) -> None:
     late = (5, 10, 18, 37)
     seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(*late))
     assert [load.rate_per_s for load, _ in seen[:5]] == [4, 4, 4, 4, 2]
@@ -322,7 +322,7 @@ def test_more_requests_than_there_is_time_for_are_not_asked() -> None:
         (662, 1, Verdict.PASSED),
     ],
 )
-def test_a_load_tells_by_early_stopping(requests: int, late: int, told: Verdict) -> None:
+def test_early_stopping_decides_a_load(requests: int, late: int, told: Verdict) -> None:
     assert Outcome(requests=requests, late=late, wall_s=1.0).verdict is told
 
 

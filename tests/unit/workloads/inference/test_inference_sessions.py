@@ -268,7 +268,7 @@ def test_the_faster_replica_takes_more_where_whoever_is_free_may(start: Start, a
     assert Counter(request.replica for request in free.requests)[0] > SAMPLES // 2
 
 
-def test_nobody_left_is_told_and_every_sample_is_listed(start: Start, ask: Ask) -> None:
+def test_losing_all_replicas_is_reported_and_every_sample_is_listed(start: Start, ask: Ask) -> None:
     notebook = Notebook()
     with pytest.raises(InvalidRunError, match=r"no replica is left for load 2: replica 0 on .* \(http://127"):
         ask(start(dies_after=5), notebook=notebook, scenario="sweep", loads="2+4")

@@ -69,7 +69,7 @@ def test_where_nothing_can_be_said_nothing_is(
     assert around("transformers").neighbours is None
 
 
-def test_a_served_run_tells_them_in_the_same_sentences(golden: object) -> None:
+def test_a_served_run_uses_the_same_sentences(golden: object) -> None:
     found = record([request(0)])
     told = evidence([], Surroundings(2, {"NCCL_DEBUG": "INFO"}))
     outcomes = tuple(replace(outcome, evidence=told) for outcome in found.outcomes)

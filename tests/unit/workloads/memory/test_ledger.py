@@ -81,7 +81,7 @@ def test_shadows_that_dtensor_derives_shapes_on_are_not_seen(monkeypatch: pytest
     assert shadow.shape == kept.shape
 
 
-def test_a_buffer_that_another_thread_lets_go_a_moment_later_is_not_counted() -> None:
+def test_a_buffer_that_another_thread_frees_a_moment_later_is_not_counted() -> None:
     """As gloo's threads do: the collective is done, its buffer not yet free."""
     with Ledger().counting() as ledger:
         kept = torch.zeros(256)
