@@ -6,7 +6,7 @@ of the same names, types, dtypes and shapes, which are all that it depends on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -49,9 +49,10 @@ class Layout:
 
 
 class Layouts:
-    """The layouts that were seen."""
+    """The layouts of the batches of one model. names: those of its positional arguments, as far as they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = names
         self._known: dict[tuple[Any, ...], Layout | None] = {}
 
     def of(self, args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
@@ -70,12 +71,12 @@ class Layouts:
         if known not in self._known:
             if len(self._known) >= MOST_LAYOUTS:
                 self._known.clear()
-            self._known[known] = _layout(args, kwargs)
+            self._known[known] = _layout(args, kwargs, self.names)
         return self._known[known]
 
 
-def _layout(args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
-    found = digests.tensors_in(args, kwargs)
+def _layout(args: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Layout | None:
+    found = digests.tensors_in(args, kwargs, names)
     ids = facts.token_ids(found)
     if ids is None:
         return None
@@ -89,5 +90,5 @@ def _layout(args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
     def place(tensor: Any) -> int | str:
         return next(place for place, value in places if value is tensor)
 
-    names = tuple((name, place(tensor)) for name, tensor in more.items())
-    return Layout(place(ids), names, ids.shape[0], ids.numel())
+    others = tuple((name, place(tensor)) for name, tensor in more.items())
+    return Layout(place(ids), others, ids.shape[0], ids.numel())
