@@ -95,9 +95,10 @@ def _is_loss(value: Any) -> bool:
 
 
 def copy_loss(loss: Any) -> Any:
-    """The value of a loss as it is now, left on its device."""
-    value = loss.detach()
-    return (value.to_local() if hasattr(value, "to_local") else value).clone()
+    """The value of a loss as it is now: a number, or a copy left on the device that computes it."""
+    if hasattr(loss, "to_local"):
+        loss = loss.detach().to_local()
+    return loss.item() if loss.is_cpu else loss.detach().clone()
 
 
 # --- model and optimizer ---
@@ -229,10 +230,15 @@ def clip_norm(limit: float) -> float | str:
 
 
 def whole_norm(norm: Any) -> Any:
-    """A gradient norm, without the wish for its own gradient; None if it is a DTensor with this rank's part only."""
+    """A gradient norm: a number, or left on the device that computes it; None if it is a DTensor with this rank's part
+    only."""
     if hasattr(norm, "placements"):
-        return norm.detach().to_local() if all(each.is_replicate() for each in norm.placements) else None
-    return norm.detach() if hasattr(norm, "detach") else norm
+        if not all(each.is_replicate() for each in norm.placements):
+            return None
+        norm = norm.detach().to_local()
+    if not isinstance(norm, torch.Tensor):
+        return norm
+    return norm.item() if norm.is_cpu else norm.detach()
 
 
 def autocast(device: str) -> str | None:

@@ -33,19 +33,14 @@ class Layout:
     def batch(self, args: Any, kwargs: Any) -> Batch:
         """A copy of the rows of a micro batch, made by one operation."""
         ids = args[self.ids] if isinstance(self.ids, int) else kwargs[self.ids]
-        if not self.more:
-            return Batch(self.samples, self.positions, self.positions, None, ids.clone(), is_text=True)
-        others = [args[place] if isinstance(place, int) else kwargs[place] for _, place in self.more]
-        rows = torch.stack((ids, *others))
-        return Batch(
-            self.samples,
-            self.positions,
-            self.positions,
-            None,
-            rows,
-            tuple([name for name, _ in self.more]),
-            is_text=True,
-        )
+        batch = Batch(self.samples, self.positions, self.positions)
+        batch.is_text, batch.layout = True, self
+        if self.more:
+            others = [args[place] if isinstance(place, int) else kwargs[place] for _, place in self.more]
+            batch.rows, batch.stacked = torch.stack((ids, *others)), tuple([name for name, _ in self.more])
+        else:
+            batch.rows = ids.clone()
+        return batch
 
 
 class Layouts:
@@ -68,11 +63,13 @@ class Layouts:
             else:
                 return None
         known = tuple(key)
-        if known not in self._known:
+        try:
+            return self._known[known]
+        except KeyError:
             if len(self._known) >= MOST_LAYOUTS:
                 self._known.clear()
-            self._known[known] = _layout(args, kwargs, self.names)
-        return self._known[known]
+            layout = self._known[known] = _layout(args, kwargs, self.names)
+            return layout
 
 
 def _layout(args: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Layout | None:

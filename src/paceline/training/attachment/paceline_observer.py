@@ -38,17 +38,19 @@ WIRE_STEP = 2
 LAST_LINES = 30
 LOSS_SOURCES = {source: f"loss:{source}" for source in ("track", "output", "backward", "none")}
 is_compiling = torch.compiler.is_compiling
+# A union such as `int | float` would be made again in every step.
+NUMBER, SEQUENCE = (float, int), (list, tuple)
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
     """The method, without errors of its own: the observer turns itself off instead."""
 
     @functools.wraps(method)
-    def call(self: Observer, *args: Any, **kwargs: Any) -> None:
+    def call(self: Observer, *args: Any) -> None:
         if self.broken is not None:
             return
         try:
-            method(self, *args, **kwargs)
+            method(self, *args)
         except Exception as error:
             self.turn_off(error)
 
@@ -352,10 +354,13 @@ class Observer:
             data = next((t for t in found.values() if t.dim() > 0), None)
             rows = int(data.shape[0]) if data is not None else 1
             copied = digests.copy_rows(data) if data is not None else None
-            shape = None if data is None else "x".join(map(str, data.shape[1:]))
-            return Batch(rows, rows, rows, None, copied, shape=shape)
+            batch = Batch(rows, rows, rows)
+            batch.rows = copied
+            batch.shape = None if data is None else "x".join(map(str, data.shape[1:]))
+            return batch
         self.sources["tokens"] += 1
-        batch = Batch(ids.shape[0], positions := ids.numel(), positions, is_text=True)
+        batch = Batch(ids.shape[0], positions := ids.numel(), positions)
+        batch.is_text = True
         more = facts.counted_in(found, ids)
         if facts.is_one_tensor(ids, more.values()):
             batch.rows, batch.stacked = torch.stack((ids, *more.values())), tuple(more)
@@ -506,7 +511,7 @@ class Observer:
         rates = self.step.rates
         for group in optimizer.param_groups:
             rate = group.get("lr")
-            if isinstance(rate, float | int):
+            if isinstance(rate, NUMBER):
                 rates.add(rate)
         if self.optimizer_began is not None:
             self.step.spans.append(("optimizer", self.optimizer_began, end))
@@ -724,7 +729,7 @@ class Observer:
 
 
 def _first(tensors: Any) -> Any:
-    return tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+    return tensors[0] if isinstance(tensors, SEQUENCE) and tensors else tensors
 
 
 observer: Observer | None = None
