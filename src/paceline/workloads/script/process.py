@@ -67,7 +67,7 @@ def observe(
         output = run_command(
             argv_of(spec, words, options, folder / f"nsys-{seat.rank}"), environment(spec, folder, options), reader
         )
-        if spec.script.starts_ranks:
+        if spec.script.starts_ranks and spec.topology.processes_per_node > 1:
             ended.write_text(json.dumps([output.code, list(output.lines)]))
     else:
         while not ended.exists() or not ended.read_text():
