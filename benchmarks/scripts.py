@@ -10,8 +10,8 @@ another, and `short` is a step of about 5 ms. The interval is that of the median
 With 12 pairs it takes a minute on an idle host.
 
 `host` is `empty` alone, and what the observer does in a step, counted: calls of Python functions, operations on tensors
-other than views (each is a launch on a GPU) and marks of the clock (each is an event there). Other programs on the host
-do not disturb counts.
+other than views and reads (each is a launch on a GPU, where a copy of the loss of each micro batch is one more) and
+marks of the clock (each is an event there). Other programs on the host do not disturb counts.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Operations(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        Operations.count += not func.is_view
+        # To read a number is no launch, and only done where nothing has to be waited for.
+        Operations.count += not func.is_view and func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 

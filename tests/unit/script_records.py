@@ -15,7 +15,7 @@ from training_records import build_record, build_spec
 
 from paceline.contract import Seat
 from paceline.experiment.script import Script
-from paceline.results.records import Outcome, RunRecord, Status, StepSample
+from paceline.results.records import Outcome, RunRecord, Status, StepSample, WireSample
 from paceline.workloads.script.evidence import evidence_of
 from paceline.workloads.script.process import read_facts
 
@@ -33,14 +33,18 @@ def record_of(folder: Path, ranks: Sequence[int], name: str, at: float) -> RunRe
     """The run whose ranks the observer saw as those numbers."""
     script = Script(command=("train.py", "{name}"), parameters={"name": name}, code="v1")
     spec = replace(build_spec(None, len(ranks), workload="script"), script=script)
-    steps, outcomes = [], []
+    steps, wire, outcomes = [], [], []
     for rank, seen in enumerate(ranks):
         lines = (folder / f"rank-{seen}.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if row.pop("kind") == "step"]
-        steps += [StepSample(**{**row, "rank": rank}) for row in rows]
+        for row in map(json.loads, lines):
+            kind = row.pop("kind")
+            if kind == "step":
+                steps.append(StepSample(**{**row, "rank": rank}))
+            elif kind == "wire":
+                wire.append(WireSample(**{**row, "rank": rank}))
         seat = Seat(rank=rank, local_rank=rank, world_size=len(ranks), device="cpu")
         usual: dict[str, Any] = {"host": "here", "pid": 1, "started_at": at, "ended_at": at + 1}
         evidence = evidence_of(read_facts(folder, seen), 1.0, seat)
         outcomes.append(Outcome(rank=rank, status=Status.OK, error=None, evidence=evidence, **usual))
     samples = tuple(sorted(steps, key=lambda sample: sample.step))
-    return build_record(spec, steps=samples, outcomes=tuple(outcomes), started_at=at, ended_at=at + 1)
+    return build_record(spec, steps=samples, wire=tuple(wire), outcomes=tuple(outcomes), started_at=at, ended_at=at + 1)

@@ -7,17 +7,20 @@ import contextlib
 import io
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.experiments import run_experiment
-from paceline.cli.overview import OK
+from paceline.cli.overview import OK, SOME_FAILED, TOO_NOISY
 from paceline.cli.results import add_report_options, compare
 from paceline.cli.verbs import DEFAULT_OUT, add_list_option, add_out_option, add_verb
 from paceline.errors import RequestError, require
 
 DEFAULT_REPEATS = 3
+# What the comment of the gate calls its exit codes.
+GATE = {OK: "passed", SOME_FAILED: "failed", TOO_NOISY: "undecided"}
 _EXIT = re.compile(r"the script (?:ended with exit code (\d+)|was ended by signal (\d+))")
 
 
@@ -160,19 +163,23 @@ def require_possible(source: Path, settings: list[str]) -> None:
 
 
 def gate(arguments: argparse.Namespace) -> int:
-    """As `compare --fail-on-regression`, with the same exit codes; the comment is its Markdown."""
+    """As `compare --fail-on-regression`, with the same exit codes; the comment is its Markdown below the outcome."""
     from paceline.report.gate import checked_percent
 
     checked_percent(arguments.limit, "--limit")
-    text = io.StringIO()
+    text, said = io.StringIO(), io.StringIO()
     options = {"across_devices": False, "verbose": True, "day_spread": None, "fail_on_regression": arguments.limit}
     wanted = argparse.Namespace(a=arguments.a, b=arguments.b, format="markdown", **options)
-    with contextlib.redirect_stdout(text):
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(said):
         code = compare(wanted)
+    print(said.getvalue(), end="", file=sys.stderr)
     if arguments.comment is None:
         print(text.getvalue(), end="")
     else:
-        arguments.comment.write_text(text.getvalue(), encoding="utf-8")
+        reasons = [line.removeprefix("paceline: ") for line in said.getvalue().splitlines()]
+        why = "".join(f" {reason[:1].upper()}{reason[1:]}." for reason in reasons)
+        outcome = f"Performance gate at {arguments.limit:g} %: **{GATE[code]}**.{why}"
+        arguments.comment.write_text(f"{outcome}\n\n{text.getvalue()}", encoding="utf-8")
         print(text.getvalue().strip().partition("\n")[0])
     return code
 

@@ -225,7 +225,7 @@ def _bottleneck(report: Report, found: Recommendation) -> str:
         return ""
     name = winner.label
     if verdict.share_ratio is not None:
-        return f"{name} waits most for {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
+        return f"{name} waits most for {verdict.kind}, {100 * verdict.share_ratio:.0f} % of its step or more."
     kinds = verdict.kind.removeprefix("between ").replace(" and ", " or ")
     return f"{name} waits most for {kinds}; this data cannot say which."
 

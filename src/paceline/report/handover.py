@@ -32,6 +32,8 @@ SAYS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 # AdamW of Paceline's own loops, as in torch, DeepSpeed and transformers. torchtitan has another default.
 BETAS = (0.9, 0.999)
+# Stands for the directory of a shell script in its words, which are quoted because of it.
+_HERE = "\0here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +122,20 @@ def torchrun(winner: Winner) -> Files:
     """A shell script that starts the command; for a script of the user with its config files."""
     fields = winner.fields
     start = _torchrun(fields)
-    files: Files = {}
     if "command" in fields:
         script = Script.from_dict({name: fields[name] for name in ("command", "parameters", "files") if name in fields})
         run = {name: fields.get(name) for name in ("device", "nodes", "processes", "seed", "steps")}
-        words, files = script.rendered({**run, "repeat": 0}, ".")
+        words, files = script.rendered({**run, "repeat": 0}, _HERE)
         argv = list(words) if script.starts_ranks else [*start, *words]
-    else:
-        # The training loop was Paceline's own; the user's script takes its place.
-        usage = 'if [ $# -eq 0 ]; then echo "usage: sh run.sh train.py [ARGUMENTS]" >&2; exit 2; fi\n'
-        return {"run.sh": f'#!/bin/sh\n{_comment(winner)}{usage}exec {shlex.join(start)} "$@"\n'}
-    return {**files, "run.sh": f"#!/bin/sh\n{_comment(winner)}set -e\nexec {shlex.join(argv)}\n"}
+        # The script is found from the current directory, its config files beside this file.
+        found = ['here=$(cd "$(dirname "$0")" && pwd)'] if files else []
+        command = shlex.join(argv).replace(_HERE, "'\"$here\"'")
+        start_here = "# Start it in the directory in which the command was measured: sh PATH/run.sh"
+        lines = ["#!/bin/sh", *_comment(winner).splitlines(), start_here, "set -e", *found, f"exec {command}"]
+        return {**files, "run.sh": "\n".join(lines) + "\n"}
+    # The training loop was Paceline's own; the user's script takes its place.
+    usage = 'if [ $# -eq 0 ]; then echo "usage: sh run.sh train.py [ARGUMENTS]" >&2; exit 2; fi\n'
+    return {"run.sh": f'#!/bin/sh\n{_comment(winner)}{usage}exec {shlex.join(start)} "$@"\n'}
 
 
 def deepspeed(winner: Winner) -> Files:

@@ -92,3 +92,38 @@ def test_a_plan_names_the_cells_of_a_script_by_its_parameters(
     assert "train.py, rate 1" in printed
     assert "train.py, rate 2" in printed
     assert "reference, " not in printed
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "outcome"),
+    [
+        (
+            0,
+            "the gate could have caught 5.3 %",
+            "Performance gate at 10 %: **passed**. The gate could have caught 5.3 %.",
+        ),
+        (1, "regression: 25 %", "Performance gate at 10 %: **failed**. Regression: 25 %."),
+        (3, "", "Performance gate at 10 %: **undecided**."),
+    ],
+)
+def test_the_comment_of_the_gate_begins_with_its_outcome(
+    code: int,
+    said: str,
+    outcome: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def compare(_: argparse.Namespace) -> int:
+        sys.stdout.write("**B is slower**\n\nA is a, B is b.\n")
+        if said:
+            sys.stderr.write(f"paceline: {said}\n")
+        return code
+
+    monkeypatch.setattr(scripts, "compare", compare)
+    comment = tmp_path / "comment.md"
+    assert main(["gate", "a", "b", "--limit", "10", "--comment", str(comment)]) == code
+    assert comment.read_text() == f"{outcome}\n\n**B is slower**\n\nA is a, B is b.\n"
+    printed = capsys.readouterr()
+    assert printed.out == "**B is slower**\n"
+    assert printed.err == (f"paceline: {said}\n" if said else "")

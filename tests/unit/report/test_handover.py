@@ -169,10 +169,29 @@ SCRIPT = yaml.safe_load(
 )
 
 
-def test_a_script_is_written_with_its_config_files() -> None:
+def test_a_script_is_written_with_its_config_files(tmp_path: Path) -> None:
     files = files_for("torchrun", Winner(SCRIPT, "It won.", ("run-a",)))
     assert json.loads(files["ds.json"]) == {"stage": 3}
-    assert "exec torchrun --nproc-per-node 2 --nnodes 1 train.py --config ds.json" in files["run.sh"]
+    # Another file of that name is where the script is: the template.
+    recipe_dir, own = tmp_path / "a recipe", tmp_path / "own"
+    for directory in (recipe_dir, own):
+        directory.mkdir()
+    for name, text in files.items():
+        (recipe_dir / name).write_text(text)
+    (own / "torchrun").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    (own / "torchrun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{own}{os.pathsep}{os.environ['PATH']}"}
+    command = ["sh", "../a recipe/run.sh"]
+    words = subprocess.run(command, cwd=own, env=env, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert words == [
+        "--nproc-per-node",
+        "2",
+        "--nnodes",
+        "1",
+        "train.py",
+        "--config",
+        f"{recipe_dir.resolve()}/ds.json",
+    ]
     with pytest.raises(RequestError, match="expected a strategy of Paceline"):
         files_for("deepspeed", Winner(SCRIPT, "", ()))
 

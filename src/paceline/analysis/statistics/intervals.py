@@ -484,7 +484,7 @@ def warm_up(durations: Sequence[float] | Array, rule: WarmUp) -> WarmUpEnd:
         return WarmUpEnd(
             rule.minimum,
             False,
-            f"minimum of {rule.minimum} steps: {n} steps are too few for the rule (it needs {needed})",
+            f"minimum of {rule.minimum} steps; {n} steps are too few for the rule, which needs {needed}",
         )
     x = np.asarray(durations, dtype=np.float64)
     last = min(rule.maximum, n - 2 * w)

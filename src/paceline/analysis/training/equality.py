@@ -249,6 +249,9 @@ def _optimizer_differs(run: Observed, baseline: Observed) -> str | None:
     limits = [each.evidence[0].settings.get("clip_norm") for each in (run, baseline)]
     if None not in limits and limits[0] != limits[1]:
         return f"clip norm {limits[0]} instead of {limits[1]}"
+    changes = [each.evidence[0].settings.get("changed") for each in (run, baseline)]
+    if None not in changes and changes[0] != changes[1]:
+        return f"during training, {changes[0] or 'nothing changes'} instead of {changes[1] or 'no change'}"
     rates = [str(each.evidence[0].settings.get("rates")) for each in (run, baseline)]
     same_length = rates[0].partition(":")[0] == rates[1].partition(":")[0]
     return "another schedule of learning rates" if same_length and rates[0] != rates[1] else None
@@ -301,6 +304,15 @@ def _dtypes(run: Observed) -> str | None:
     first = run.evidence.get(0)
     dtype = first.dtypes.get("compute") if first else None
     return None if dtype == "unknown" else dtype
+
+
+def _reduction(run: Observed) -> str | None:
+    """The dtype in which most bytes of gradients are added up over ranks; None if no such collective was seen."""
+    moved: Counter[str] = Counter()
+    for sample in run.record.wire:
+        if sample.operation in ("all_reduce", "reduce_scatter", "reduce"):
+            moved[sample.dtype] += sample.payload_bytes
+    return max(moved, key=lambda dtype: moved[dtype]) if moved else None
 
 
 def _loss_source(run: Observed) -> str | None:
@@ -375,6 +387,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("updates", _updates, _unequal(_updates)),
     Quantity("optimizer", _optimizer, _optimizer_differs),
     Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),
+    Quantity("reduction dtype", _reduction, _unequal(_reduction), needed=False),
     Quantity("losses", _losses, _losses_differ, seeded=True),
     Quantity("gradient norms", _norms, _norms_differ, needed=False, seeded=True),
     Quantity("trained tensors", _trained_tensors, _unequal(_trained_tensors), needed=False),

@@ -384,6 +384,8 @@ def is_retryable(status: Status, spec: RunSpec, run_dir: Path, end: End) -> bool
 _RANK = re.compile(r"^(.*?)\s*\brank\s*:\s*(\d+) \(local_rank")
 _EXIT = re.compile(r"^(.*?)\s*\bexitcode\s*:\s*(-?\d+)\b")
 _SECTION = re.compile(r"^(.*?)\s*\b(Failures:|Root Cause\b)")
+# Exit codes after SIGTERM: of a rank that it ends, and of one that ends the command of a script first.
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def _deaths(reports: RankReports) -> dict[int, int]:
@@ -403,7 +405,7 @@ def _deaths(reports: RankReports) -> dict[int, int]:
             rank_of[named[1]] = int(named[2])
         elif ended := _EXIT.match(line):
             rank, code = rank_of.pop(ended[1], None), int(ended[2])
-            stopped_by_torchrun = code == -signal.SIGTERM and not in_root.get(ended[1], False)
+            stopped_by_torchrun = code in _STOPPED and not in_root.get(ended[1], False)
             if rank is not None and rank not in reported and not stopped_by_torchrun:
                 deaths[rank] = code
-    return dict(sorted(deaths.items(), key=lambda death: (death[1] == -signal.SIGTERM, death[0])))
+    return dict(sorted(deaths.items(), key=lambda death: (death[1] in _STOPPED, death[0])))

@@ -13,7 +13,7 @@ PARTS = {
     "compilation_s": ("compilation", "first step of a compiled model, without a usual step"),
     "warmup_s": ("warm-up", "steps before the measured ones, and waits between steps"),
     "measured_s": ("measured steps", "what the numbers of the report are made of"),
-    "checks_s": ("profile and audit", "steps after the window, digests, end of the processes"),
+    "checks_s": ("checks and end", "steps after the window, digests, end of the processes"),
 }
 
 

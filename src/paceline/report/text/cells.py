@@ -302,9 +302,10 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]], fr
     shown = [name for name in (*context.named, EQUAL_WORK) if brief.get(name) is not None]
     title = ", ".join(axis_text(name, brief) for name in shown)
     health = [context.health.get(run, ()) for row in rows for run in row.runs]
-    # The title says on what they were proved.
+    # The title says on what they were proved. That a script's work is certified is nothing to warn of.
     titled = f"equal work: {axes.get(EQUAL_WORK)}"
-    warnings = tuple(note for note in health[0] if note != titled and all(note in other for other in health))
+    known = titled, f"equal work: {CERTIFIED}"
+    warnings = tuple(note for note in health[0] if note not in known and all(note in other for other in health))
     heading = SCRIPT if cells[order[0]][THROUGHPUT].axes.get(SCRIPT) else STRATEGY
     notes = tuple(note for note in _notes(context, rows) if note != titled)
     return Group(title, axes, rows, notes, warnings, heading, context.levels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,12 +40,16 @@ def digest_values(value: Tensor, offset: int = 0, chunk: int = 1 << 22) -> int:
 # --- batches ---
 
 
-def tensors_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors among the arguments of a forward pass, by name or position, also in a mapping or list."""
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str, Any]:
+    """The tensors among the arguments of a forward pass, by name or position, also in a mapping or list.
+
+    names: those of positional arguments, as far as they are known.
+    """
     import torch
 
     found: dict[str, Any] = {}
-    for name, value in (*enumerate(args), *kwargs.items()):
+    known = (*names[: len(args)], *range(len(names), len(args)))
+    for name, value in (*zip(known, args, strict=True), *kwargs.items()):
         if isinstance(value, torch.Tensor):
             found[str(name)] = value
         elif isinstance(value, Mapping):

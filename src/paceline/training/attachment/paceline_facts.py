@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,19 @@ INTEGRAL = (torch.int64, torch.int32, torch.int16)
 
 
 # --- batches and losses ---
+
+
+def argument_names(module: Any) -> list[str]:
+    """The names of the positional arguments of a model's forward pass, inside wrappers that pass on what they get."""
+    for _ in range(MOST_WRAPPERS):
+        parameters = inspect.signature(module.forward).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            inner = getattr(module, "_orig_mod", getattr(module, "module", None))
+            if isinstance(inner, torch.nn.Module):
+                module = inner
+                continue
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return []
 
 
 def token_ids(found: Mapping[str, Any]) -> Any:
@@ -81,9 +95,10 @@ def _is_loss(value: Any) -> bool:
 
 
 def copy_loss(loss: Any) -> Any:
-    """The value of a loss as it is now, left on its device."""
-    value = loss.detach()
-    return (value.to_local() if hasattr(value, "to_local") else value).clone()
+    """The value of a loss as it is now: a number, or a copy left on the device that computes it."""
+    if hasattr(loss, "to_local"):
+        loss = loss.detach().to_local()
+    return loss.item() if loss.is_cpu else loss.detach().clone()
 
 
 # --- model and optimizer ---
@@ -187,6 +202,24 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     return found
 
 
+def changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """Which hyper-parameters are others at the end than at the first step, but for learning rates, of which the whole
+    sequence is recorded.
+
+    >>> changed([{"lr": 1.0, "weight_decay": 0.1}], [{"lr": 0.5, "weight_decay": 0.0}])
+    'weight_decay 0.1 to 0.0'
+    """
+    if len(before) != len(now):
+        return f"{len(before)} to {len(now)} groups"
+    found = {
+        f"{name} {own.get(name)} to {value}": None
+        for own, group in zip(before, now, strict=True)
+        for name, value in group.items()
+        if name not in ("lr", "initial_lr", "elements") and own.get(name) != value
+    }
+    return ", ".join(found)
+
+
 def clip_norm(limit: float) -> float | str:
     """The norm to which gradients are clipped; DeepSpeed's 0 and an infinite one are `none`.
 
@@ -194,6 +227,18 @@ def clip_norm(limit: float) -> float | str:
     (1.0, 'none', 'none')
     """
     return float(limit) if 0 < limit < math.inf else "none"
+
+
+def whole_norm(norm: Any) -> Any:
+    """A gradient norm: a number, or left on the device that computes it; None if it is a DTensor with this rank's part
+    only."""
+    if hasattr(norm, "placements"):
+        if not all(each.is_replicate() for each in norm.placements):
+            return None
+        norm = norm.detach().to_local()
+    if not isinstance(norm, torch.Tensor):
+        return norm
+    return norm.item() if norm.is_cpu else norm.detach()
 
 
 def autocast(device: str) -> str | None:

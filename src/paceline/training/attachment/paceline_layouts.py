@@ -6,7 +6,7 @@ of the same names, types, dtypes and shapes, which are all that it depends on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -33,25 +33,21 @@ class Layout:
     def batch(self, args: Any, kwargs: Any) -> Batch:
         """A copy of the rows of a micro batch, made by one operation."""
         ids = args[self.ids] if isinstance(self.ids, int) else kwargs[self.ids]
-        if not self.more:
-            return Batch(self.samples, self.positions, self.positions, None, ids.clone(), is_text=True)
-        others = [args[place] if isinstance(place, int) else kwargs[place] for _, place in self.more]
-        rows = torch.stack((ids, *others))
-        return Batch(
-            self.samples,
-            self.positions,
-            self.positions,
-            None,
-            rows,
-            tuple([name for name, _ in self.more]),
-            is_text=True,
-        )
+        batch = Batch(self.samples, self.positions, self.positions)
+        batch.is_text, batch.layout = True, self
+        if self.more:
+            others = [args[place] if isinstance(place, int) else kwargs[place] for _, place in self.more]
+            batch.rows, batch.stacked = torch.stack((ids, *others)), tuple([name for name, _ in self.more])
+        else:
+            batch.rows = ids.clone()
+        return batch
 
 
 class Layouts:
-    """The layouts that were seen."""
+    """The layouts of the batches of one model. names: those of its positional arguments, as far as they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = names
         self._known: dict[tuple[Any, ...], Layout | None] = {}
 
     def of(self, args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
@@ -67,15 +63,17 @@ class Layouts:
             else:
                 return None
         known = tuple(key)
-        if known not in self._known:
+        try:
+            return self._known[known]
+        except KeyError:
             if len(self._known) >= MOST_LAYOUTS:
                 self._known.clear()
-            self._known[known] = _layout(args, kwargs)
-        return self._known[known]
+            layout = self._known[known] = _layout(args, kwargs, self.names)
+            return layout
 
 
-def _layout(args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
-    found = digests.tensors_in(args, kwargs)
+def _layout(args: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Layout | None:
+    found = digests.tensors_in(args, kwargs, names)
     ids = facts.token_ids(found)
     if ids is None:
         return None
@@ -89,5 +87,5 @@ def _layout(args: Any, kwargs: Mapping[str, Any]) -> Layout | None:
     def place(tensor: Any) -> int | str:
         return next(place for place, value in places if value is tensor)
 
-    names = tuple((name, place(tensor)) for name, tensor in more.items())
-    return Layout(place(ids), names, ids.shape[0], ids.numel())
+    others = tuple((name, place(tensor)) for name, tensor in more.items())
+    return Layout(place(ids), others, ids.shape[0], ids.numel())

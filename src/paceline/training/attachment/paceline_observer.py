@@ -38,17 +38,19 @@ WIRE_STEP = 2
 LAST_LINES = 30
 LOSS_SOURCES = {source: f"loss:{source}" for source in ("track", "output", "backward", "none")}
 is_compiling = torch.compiler.is_compiling
+# A union such as `int | float` would be made again in every step.
+NUMBER, SEQUENCE = (float, int), (list, tuple)
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
     """The method, without errors of its own: the observer turns itself off instead."""
 
     @functools.wraps(method)
-    def call(self: Observer, *args: Any, **kwargs: Any) -> None:
+    def call(self: Observer, *args: Any) -> None:
         if self.broken is not None:
             return
         try:
-            method(self, *args, **kwargs)
+            method(self, *args)
         except Exception as error:
             self.turn_off(error)
 
@@ -129,8 +131,13 @@ class Observer:
         self.pid = os.getpid()
         self.world_size = 1
         self.forward_began: Any = None
+        # The global hooks by which models are found, and the step at whose end they are removed.
         self.global_handles: list[Any] = []
-        self.layouts = Layouts()
+        self.last_discovery = 0
+        # What `sys.exit` was called with last, as a crash, if that says that something failed.
+        self.failed_exit: dict[str, Any] | None = None
+        # By the number of a model, where token ids are among its arguments.
+        self.layouts: dict[int, Layouts] = {}
 
     def turn_off(self, error: Exception) -> None:
         """After an error of the observer: the script goes on, and the run says so."""
@@ -197,7 +204,7 @@ class Observer:
             return False
         self.is_blind, self.root, self.step = False, None, None
         self.others, self.read, self.reader, self.reader_reads_text = [], [], None, False
-        self.facts, self.stepped, self.rates = {}, {}, hashlib.sha256()
+        self.facts, self.stepped, self.rates, self.layouts = {}, {}, hashlib.sha256(), {}
         self.sources.clear()
         return True
 
@@ -246,6 +253,26 @@ class Observer:
             if is_hooked:
                 self.hook_models()
 
+    def start_discovery(self) -> None:
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        self.depth = 0
+        self.global_handles = [
+            register_module_forward_pre_hook(self.discover),
+            register_module_forward_hook(self.leave_module, always_call=True),
+        ]
+
+    @guarded
+    def note_new_optimizer(self) -> None:
+        """A script that makes another optimizer while it trains may train another model with it, as notebooks do."""
+        if self.step is None and not self.readout.steps:
+            return
+        # Hooks would become part of what is compiled.
+        if not self.facts.get("compiled"):
+            self.last_discovery = self.readout.steps + (self.step is not None)
+            if not self.global_handles:
+                self.start_discovery()
+
     def stop_discovery(self) -> None:
         for handle in self.global_handles:
             handle.remove()
@@ -274,7 +301,7 @@ class Observer:
                     # Until the reader is called, the batches are those of the first model of the step.
                     step.source = module
                     step.batches.clear()
-                step.batches.append(self.batch_of(args, kwargs))
+                step.batches.append(self.batch_of(module, args, kwargs))
         if "autocast" not in self.facts:
             self.facts["autocast"] = facts.autocast(self.facts["device"])
         self.forward_began = now
@@ -301,30 +328,39 @@ class Observer:
         module, self.first = self.first, None
         if (step := self.step) is None:
             return
-        batch = self.batch_of(args, kwargs)
+        batch = self.batch_of(module, args, kwargs)
         rank = batch.is_text, module is self.root
         if self.reader is None or rank > (self.reader_reads_text, self.reader is self.root):
             self.reader, self.reader_reads_text = module, batch.is_text
             step.source, step.batches = module, [batch]
             self.facts["sample"] = "token ids" if batch.is_text else batch.shape
+        elif step.source is None:
+            step.source, step.batches = module, [batch]
 
-    def batch_of(self, args: Any, kwargs: Any) -> Batch:
-        """Counts of a micro batch and a copy of its rows, left on the device."""
-        layout = self.layouts.of(args, kwargs)
+    def batch_of(self, module: Any, args: Any, kwargs: Any) -> Batch:
+        """Counts of a micro batch of a model and a copy of its rows, left on the device."""
+        layouts = self.layouts.get(id(module))
+        if layouts is None:
+            # Without a model, the script has shown the batch itself.
+            layouts = self.layouts[id(module)] = Layouts(() if module is None else facts.argument_names(module))
+        layout = layouts.of(args, kwargs)
         if layout is not None:
             self.sources["tokens"] += 1
             return layout.batch(args, kwargs)
-        found = digests.tensors_in(args, kwargs)
+        found = digests.tensors_in(args, kwargs, layouts.names)
         ids = facts.token_ids(found)
         if ids is None:
             self.sources["samples"] += 1
             data = next((t for t in found.values() if t.dim() > 0), None)
             rows = int(data.shape[0]) if data is not None else 1
             copied = digests.copy_rows(data) if data is not None else None
-            shape = None if data is None else "x".join(map(str, data.shape[1:]))
-            return Batch(rows, rows, rows, None, copied, shape=shape)
+            batch = Batch(rows, rows, rows)
+            batch.rows = copied
+            batch.shape = None if data is None else "x".join(map(str, data.shape[1:]))
+            return batch
         self.sources["tokens"] += 1
-        batch = Batch(ids.shape[0], positions := ids.numel(), positions, is_text=True)
+        batch = Batch(ids.shape[0], positions := ids.numel(), positions)
+        batch.is_text = True
         more = facts.counted_in(found, ids)
         if facts.is_one_tensor(ids, more.values()):
             batch.rows, batch.stacked = torch.stack((ids, *more.values())), tuple(more)
@@ -374,7 +410,7 @@ class Observer:
             self.sources["unseen"] += 1
             batches.append(Batch(1, 1, 1))
         else:
-            batches.append(self.batch_of(*self.announced))
+            batches.append(self.batch_of(None, *self.announced))
             self.announced = None
 
     @guarded
@@ -438,6 +474,9 @@ class Observer:
             elif len(self.read) > number:
                 self.read_more(number)
 
+    def groups_now(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.stepped.values() for group in facts.groups_of(optimizer)]
+
     def note_rates(self, rates: set[float]) -> None:
         """The learning rates of a step: frameworks split the same parameters into other numbers of groups, and step
         with them one by one."""
@@ -472,7 +511,7 @@ class Observer:
         rates = self.step.rates
         for group in optimizer.param_groups:
             rate = group.get("lr")
-            if isinstance(rate, float | int):
+            if isinstance(rate, NUMBER):
                 rates.add(rate)
         if self.optimizer_began is not None:
             self.step.spans.append(("optimizer", self.optimizer_began, end))
@@ -557,8 +596,9 @@ class Observer:
         step = self.step
         if step is None or step.end is None:
             return
-        if step.number == 0:
+        if step.number == self.last_discovery:
             self.stop_discovery()
+        if step.number == 0:
             self.open_file()
         self.step, self.last_end = None, step.end
         self.note_rates(step.rates)
@@ -664,6 +704,8 @@ class Observer:
         self.write_line(facts.memory_line(self.rank, self.device))
         is_known = self.root is not None and not self.facts.get("crash")
         final = weights.digests_of(self.read) if is_known else None
+        self.facts.setdefault("crash", self.failed_exit)
+        self.facts["changed"] = facts.changed(self.facts.get("groups") or [], self.groups_now())
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None
@@ -678,9 +720,16 @@ class Observer:
         with contextlib.suppress(Exception):
             self.write_facts(crash=self.facts["crash"])
 
+    def note_exit(self, status: Any) -> None:
+        """`sys.exit` with an error: the first of several ranks is the cause of what the others raise."""
+        self.failed_exit = None
+        if status is not None and status != 0:
+            words = str(status).partition("\n")[0]
+            self.failed_exit = {"at_s": time.time(), "error": f"SystemExit: {words}", "lines": [], "by": "sys.exit"}
+
 
 def _first(tensors: Any) -> Any:
-    return tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+    return tensors[0] if isinstance(tensors, SEQUENCE) and tensors else tensors
 
 
 observer: Observer | None = None
@@ -692,14 +741,10 @@ def attach() -> None:
     folder = os.environ.get("PACELINE_OBSERVE")
     if observer is not None or not folder or not Path(folder).is_dir():
         return
-    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     own = observer = Observer(folder, json.loads(os.environ.get("PACELINE_OBSERVE_OPTIONS") or "{}"))
-    own.global_handles = [
-        register_module_forward_pre_hook(own.discover),
-        register_module_forward_hook(own.leave_module, always_call=True),
-    ]
+    own.start_discovery()
     register_optimizer_step_pre_hook(own.enter_step)
     register_optimizer_step_post_hook(own.after_step)
     wrap_public_functions(own)
@@ -725,6 +770,7 @@ def wrap_public_functions(own: Observer) -> None:
     """Backward passes, scaled losses, gradient clipping, saving and `os._exit` have no hook: their public functions are
     wrapped."""
     backward, save, leave, scale = torch.autograd.backward, torch.save, os._exit, torch.amp.GradScaler.scale
+    make, leave_python = torch.optim.Optimizer.__init__, sys.exit
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -754,7 +800,19 @@ def wrap_public_functions(own: Observer) -> None:
             own.end()
         leave(status)
 
+    @functools.wraps(make)
+    def observed_make(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        own.note_new_optimizer()
+
+    @functools.wraps(leave_python)
+    def observed_exit(status: Any = None, /) -> NoReturn:
+        own.note_exit(status)
+        leave_python(status)
+
     os._exit = leave_after_the_last_steps
+    sys.exit = observed_exit
+    torch.optim.Optimizer.__init__ = observed_make  # type: ignore[method-assign,assignment]
     torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign,assignment]
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
@@ -774,9 +832,8 @@ def observed_clip(own: Observer, clip: Callable[..., Any]) -> Callable[..., Any]
         norm = clip(*args, **kwargs)
         if norm is None:
             norm = args[2] if len(args) > 2 else kwargs.get("total_norm")
-        # A DTensor has this rank's part only.
-        if own.step is not None and not hasattr(norm, "to_local"):
-            own.step.norm = norm.detach() if hasattr(norm, "detach") else norm
+        if own.step is not None:
+            own.step.norm = facts.whole_norm(norm)
         limit = args[1] if len(args) > 1 else kwargs.get("max_norm")
         if isinstance(limit, float | int):
             own.facts.setdefault("clip_norm", facts.clip_norm(limit))

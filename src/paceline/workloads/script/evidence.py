@@ -32,6 +32,7 @@ def evidence_of(facts: Mapping[str, Any], wall_s: float, seat: Seat, trace: str 
         "frozen_parameters": facts.get("frozen_parameters", 0),
         "rates": facts.get("rates"),
         "clip_norm": facts.get("clip_norm"),
+        "changed": facts.get("changed"),
         **({"sample": facts["sample"]} if facts.get("sample") else {}),
         **({"observer": facts["broken"]} if facts.get("broken") else {}),
         **({"trace": trace} if trace else {}),

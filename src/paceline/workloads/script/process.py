@@ -67,7 +67,7 @@ def observe(
         output = run_command(
             argv_of(spec, words, options, folder / f"nsys-{seat.rank}"), environment(spec, folder, options), reader
         )
-        if spec.script.starts_ranks:
+        if spec.script.starts_ranks and spec.topology.processes_per_node > 1:
             ended.write_text(json.dumps([output.code, list(output.lines)]))
     else:
         while not ended.exists() or not ended.read_text():
@@ -77,6 +77,9 @@ def observe(
         output = Output(code, collections.deque(lines))
     reader.read()
     facts = read_facts(folder, seat.rank)
+    if not starts and output.code != 0:
+        # The launcher of the command printed them among those of all ranks.
+        sys.stdout.writelines(f"{line}\n" for line in facts.get("crash", {}).get("lines", ()))
     require_success(output, folder, seat.rank)
     if not reader.steps:
         raise InvalidRunError(why_nothing(spec, folder, facts))
@@ -279,12 +282,11 @@ def first_crash(folder: Path, own_rank: int) -> str | None:
     Later ones are its effects: the other ranks lose their connection to it, and a launcher ends them without a word.
     """
     ranks = {int(path.name.split("-")[1].partition(".")[0]) for path in folder.glob("rank-*.facts.json")}
-    crashes = [
-        (crash["at_s"], rank, crash["error"]) for rank in ranks if (crash := read_facts(folder, rank).get("crash"))
-    ]
-    if not crashes:
+    found = {rank: crash for rank in ranks if (crash := read_facts(folder, rank).get("crash"))}
+    if not found or (len(found) == 1 and all(crash.get("by") for crash in found.values())):
+        # A program that calls `sys.exit` has said why in the line before.
         return None
-    _, rank, error = min(crashes)
+    _, rank, error = min((crash["at_s"], rank, crash["error"]) for rank, crash in found.items())
     return str(error) if rank == own_rank else f"rank {rank}: {error}"
 
 

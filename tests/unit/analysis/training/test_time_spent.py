@@ -90,7 +90,7 @@ def test_the_report_says_it_in_a_sentence_and_a_table(launch: Launch) -> None:
     run = launch()
     report = replace(build([run], title=""), time_spent=spent([run]))
     assert time_spent.sentence(report) == (
-        "Of 1 min 00 s in 1 launch: set-up 17 %, warm-up 7 %, measured steps 27 %, profile and audit 50 %. "
+        "Of 1 min 00 s in 1 launch: set-up 17 %, warm-up 7 %, measured steps 27 %, checks and end 50 %. "
         "A launch reaches its first measured step after 14 s (median)."
     )
     (table,) = time_spent.details(report)

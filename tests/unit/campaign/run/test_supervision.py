@@ -592,6 +592,27 @@ def test_of_several_nodes_logs_the_rank_that_died_is_blamed(
     assert error == golden
 
 
+def test_a_rank_that_torchrun_stopped_while_it_ended_a_script_is_not_the_cause(
+    tmp_path: Path, make_spec: Make, make_run: Make, make_outcome: Make
+) -> None:
+    spec = make_spec("ddp", 2)
+    cause = make_outcome(1, Status.FAILED, "the script ended with exit code 1: ValueError: no data")
+    run_dir = make_run(tmp_path, spec, None, outcomes=[cause])
+    log = merged(
+        "Failures:",
+        "  rank      : 0 (local_rank: 0)",
+        "  exitcode  : 143 (pid: 9)",
+        "Root Cause (first observed failure):",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : 1 (pid: 7)",
+    )
+    (run_dir / "log.txt").write_text(log)
+    status, error = judge(spec, run_dir, End(JobState(running=False)))
+    assert status is Status.FAILED
+    assert error is not None
+    assert error.endswith("the script ended with exit code 1: ValueError: no data")
+
+
 def test_the_node_of_a_rank_that_was_killed_is_named(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     """By what the agents of the nodes said last, which is nobody's error."""
     spec = make_spec("ddp", 4)

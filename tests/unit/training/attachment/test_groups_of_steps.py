@@ -44,7 +44,7 @@ def test_counts_and_digests_of_unlike_batches_arrive_at_their_steps(observer: Mo
     own.readout = readout = sys.modules["paceline_steps"].Readout(lines.append)
     for number, kwargs in enumerate(inputs):
         step = sys.modules["paceline_steps"].Step(number, float(number), end=number + 0.5)
-        step.batches = [own.batch_of((), kwargs)]
+        step.batches = [own.batch_of(None, (), kwargs)]
         step.losses, step.norm = [torch.tensor(2.0 + number)], torch.tensor(0.5) if number else 0.25
         readout.add(step, own.clock)
     assert (readout.steps, readout.written) == (6, 2)
@@ -93,7 +93,7 @@ def test_a_loss_divided_by_the_labels_of_all_ranks_is_that_of_this_rank(observer
     ids = torch.zeros(1, 4, dtype=torch.int64)
     labels = torch.tensor([[5, 5, -100, 5]])
     own = observer.Observer("", {})
-    seen = own.batch_of((), {"input_ids": ids, "labels": labels, "num_items_in_batch": 4})
+    seen = own.batch_of(None, (), {"input_ids": ids, "labels": labels, "num_items_in_batch": 4})
     stacked = steps.Step(1, 1.0, end=2.0, batches=[seen], adds_losses=True, divisor=4, losses=[1.5])
     readout.add(stacked, clock)
     assert json.loads(lines[1])["loss"] == 3.0
@@ -147,10 +147,10 @@ def test_the_layout_of_a_batch_is_remembered_for_the_same_shapes_only(observer: 
     ]
     for args, kwargs, expected, is_new in cases:
         looked.clear()
-        rows = own.batch_of(args, kwargs).rows
+        rows = own.batch_of(None, args, kwargs).rows
         assert torch.equal(rows, expected)
         assert rows.data_ptr() != expected.data_ptr()
         assert bool(looked) is is_new
     for number in range(2 * layouts.MOST_LAYOUTS):
-        own.batch_of((torch.zeros(1, number + 1, dtype=torch.int64),), {})
-    assert len(own.layouts._known) <= layouts.MOST_LAYOUTS
+        own.batch_of(None, (torch.zeros(1, number + 1, dtype=torch.int64),), {})
+    assert len(own.layouts[id(None)]._known) <= layouts.MOST_LAYOUTS

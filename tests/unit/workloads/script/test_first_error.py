@@ -26,6 +26,18 @@ def test_the_earliest_error_is_the_cause(tmp_path: Path) -> None:
             process.require_success(output, tmp_path, rank)
 
 
+def test_a_rank_that_calls_exit_is_the_cause_of_the_errors_of_others(tmp_path: Path) -> None:
+    left = {"at_s": 12.0, "error": "SystemExit: 23", "lines": [], "by": "sys.exit"}
+    lost = {"at_s": 12.5, "error": "RuntimeError: Connection closed by peer", "lines": []}
+    output = process.Output(1, collections.deque(["train.py: error: argument --lr: invalid float value: 'x'"]))
+    (tmp_path / "rank-1.facts.json").write_text(json.dumps({"crash": left}))
+    with pytest.raises(ScriptError, match=r"exit code 1: train\.py: error: argument --lr"):
+        process.require_success(output, tmp_path, 1)
+    (tmp_path / "rank-0.facts.json").write_text(json.dumps({"crash": lost}))
+    with pytest.raises(ScriptError, match=r"exit code 1: rank 1: SystemExit: 23$"):
+        process.require_success(output, tmp_path, 0)
+
+
 # The end of what torchrun printed when its rank 1 was killed.
 TORCHRUN = """\
 Failures:

@@ -17,6 +17,7 @@ MISTAKES = (
     *("other data", "other rate", "rate of one step", "fewer updates", "other seed", "fewer layers", "other optimizer"),
     *("same data on both ranks", "dropout", "averaged weights", "autocast", "half gradients", "stale gradients"),
     *("other clip", "lost momentum", "skipped step", "empty update", "double step", "swapped steps", "other labels"),
+    *("label smoothing", "more updates", "one weight more decayed", "decay of late steps", "no last reduction"),
 )
 # One interpreter for all: each mistake gets two forked ranks, which average their gradients through shared memory.
 TRAIN = """
@@ -45,16 +46,20 @@ weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == large] for
 groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
 if mistake == "one group":
     groups = [{"params": weights + biases, "weight_decay": 0.1}]
+if mistake == "one weight more decayed":
+    groups[0]["params"].append(groups[1]["params"].pop(0))
 rate = 0.011 if mistake == "other rate" else 0.01
 optimizer = (torch.optim.Adam if mistake == "other optimizer" else torch.optim.AdamW)(groups, lr=rate)
-data = torch.randint(0, 20, (steps, 2, 2, 3, 4), generator=torch.Generator().manual_seed(1))
+data = torch.randint(0, 20, (steps + 1, 2, 2, 3, 4), generator=torch.Generator().manual_seed(1))
 if mistake == "other order":
     data = data.flip(0)
 if mistake == "swapped steps":
     data[[3, 4]] = data[[4, 3]]
 if mistake == "other data":
     data[4, 0, 0, 0, 0] = (data[4, 0, 0, 0, 0] + 1) % 20
-for step in range(steps - 1 if mistake == "fewer updates" else steps):
+for step in range(steps + (mistake == "more updates") - (mistake == "fewer updates")):
+    if mistake == "decay of late steps" and step == 4:
+        optimizer.param_groups[0]["weight_decay"] = 0.05
     if mistake == "rate of one step":
         for group in optimizer.param_groups:
             group["lr"] = 0.02 if step == 3 else 0.01
@@ -66,9 +71,11 @@ for step in range(steps - 1 if mistake == "fewer updates" else steps):
             logits = model(ids)
         if mistake == "dropout":
             logits = torch.nn.functional.dropout(logits, 0.1)
-        torch.nn.functional.cross_entropy(logits, ids[:, int(mistake == "other labels")]).backward()
+        smoothing = 0.01 * (mistake == "label smoothing")
+        labels = ids[:, int(mistake == "other labels")]
+        torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    if mistake != "no reduction" or step != 3:
+    if (mistake, step) not in (("no reduction", 3), ("no last reduction", steps - 1)):
         shared[rank, : len(gradient)] = gradient
         barrier.wait()
         gradient = shared[rank - part : rank - part + 2, : len(gradient)].mean(0)
@@ -146,6 +153,10 @@ def test_the_same_work_is_certified(certificates: Mapping[str, Certificate]) -> 
         ("double step", "losses: "),
         ("swapped steps", "data: other samples at step 3"),
         ("other labels", "losses: "),
+        ("label smoothing", "losses: "),
+        ("more updates", "updates: 7 instead of 6"),
+        ("one weight more decayed", "optimizer: elements "),
+        ("decay of late steps", "optimizer: during training, weight_decay 0.1 to 0.05 instead of no change"),
     ],
 )
 def test_each_mistake_is_different(certificates: Mapping[str, Certificate], mistake: str, what: str) -> None:
@@ -154,6 +165,7 @@ def test_each_mistake_is_different(certificates: Mapping[str, Certificate], mist
     assert str(certificates[mistake].level_text).startswith("different")
 
 
-def test_a_step_without_reduction_is_invalid(certificates: Mapping[str, Certificate]) -> None:
-    assert not certificates["no reduction"].valid
-    assert "ranks ended with different weights" in certificates["no reduction"].reasons[0]
+@pytest.mark.parametrize("mistake", ["no reduction", "no last reduction"])
+def test_a_step_without_reduction_is_invalid(certificates: Mapping[str, Certificate], mistake: str) -> None:
+    assert not certificates[mistake].valid
+    assert "ranks ended with different weights" in certificates[mistake].reasons[0]

@@ -62,6 +62,49 @@ def closure():
 for step in range(3):
     losses.append(optimizer.step(closure).item())
 """
+# A notebook as a script: it tries a small model first, then trains another one with an optimizer of its own.
+NOTEBOOK = """
+for width in (2, 64, 8):
+    model = Sequential(Linear(5, width), Tanh(), Linear(width, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(3):
+        loss = model(torch.randn(width, 5)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+# What a loop gives by position, has the names of its forward pass, also in a wrapper.
+POSITIONAL = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = Embedding(50, 4), Linear(4, 50)
+
+    def forward(self, ids, attention_mask, labels):
+        logits = self.head(self.embedding(ids) * attention_mask[:, :, None])
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+model = Wrapper(Model())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    ids, mask = torch.randint(0, 50, (4, 10)), torch.ones(4, 10, dtype=torch.int64)
+    mask[0, 3:] = 0
+    labels = torch.where(mask.bool(), ids, -100)
+    loss = model(ids, mask, labels)
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 SCALED = """
 model, scaler = Linear(8, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -125,4 +168,18 @@ def test_a_closure_that_is_called_again_has_no_further_samples(seen: Any) -> Non
 
 def test_the_scale_of_a_loss_is_not_recorded(seen: Any) -> None:
     steps, _, losses = seen(SCALED)
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+def test_a_model_that_a_later_optimizer_trains_is_seen(seen: Any) -> None:
+    steps, facts, losses = seen(NOTEBOOK)
+    assert [s["samples"] for s in steps] == [2, 2, 2, 64, 64, 64, 8, 8, 8]
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert all(s["forward_s"] and s["micro_batches"] == 1 for s in steps)
+    assert facts["parameters"] == sum(7 * width + 1 for width in (2, 64, 8))
+
+
+def test_arguments_without_a_keyword_have_the_names_of_the_forward_pass(seen: Any) -> None:
+    steps, _, losses = seen(POSITIONAL)
+    assert [(s["tokens"], s["positions"], s["label_tokens"]) for s in steps] == [(33, 40, 33)] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)

@@ -69,8 +69,16 @@ class Container(torch.optim.Optimizer):
 torch.manual_seed(0)
 model = Model()
 cpu = {"device_id": torch.device("cpu"), "use_orig_params": way == "fsdp1-orig"}
-if way == "ddp":
+if way.startswith("ddp"):
     model = torch.nn.parallel.DistributedDataParallel(model)
+    if way == "ddp-bf16":
+
+        def in_bf16(group, bucket):
+            rounded = bucket.buffer().bfloat16()
+            future = dist.all_reduce(rounded, async_op=True).get_future()
+            return future.then(lambda reduced: bucket.buffer().copy_(reduced.value()[0]).div_(2))
+
+        model.register_comm_hook(None, in_bf16)
 elif way == "replicate":
     replicate(model)
 elif way == "fsdp2":
@@ -146,5 +154,13 @@ def test_sharded_weights_add_up_to_the_whole(ways: tuple[str, ...], tmp_path: Pa
         assert all(
             digest.endswith("+") == (evidence.settings["wrapper"] != "DDP") for digest in evidence.init_digests.values()
         )
-        # FSDP2 returns a DTensor, which has the part of one rank only.
-        assert [s.grad_norm is not None for s in record.steps] == [way != "fsdp2"] * 6
+        # FSDP2 returns a DTensor, which every rank has whole.
+        assert [s.grad_norm for s in record.steps] == pytest.approx([s.grad_norm for s in records[0].steps], rel=1e-4)
+
+
+def test_gradients_that_are_added_up_in_another_dtype_are_different(tmp_path: Path, nursery: None) -> None:
+    ways = "ddp", "ddp-bf16"
+    observe_code(TRAIN, *ways, folder=tmp_path)
+    records = [record_of(tmp_path / way, (0, 1), way, float(number)) for number, way in enumerate(ways)]
+    second = certify_all(records)[records[1].spec.run_id]
+    assert "reduction dtype: bf16 instead of fp32" in second.differs
