@@ -7,7 +7,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.serving.replica.settings import Settings
@@ -56,8 +56,8 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class BatchedRequest:
-    """One request: its prompt, the most tokens of its answer, and the tokens that end it. ended: with static batching
-    it keeps its slot, and nothing more is reported."""
+    """One request: its prompt, the most tokens of its answer, and the tokens that end it. context: the tokens that it
+    has cached. ended: with static batching it keeps its slot, and nothing more is reported."""
 
     number: int
     prompt: list[int]
@@ -65,10 +65,10 @@ class BatchedRequest:
     ends: frozenset[int]
     tokens: int = 0
     ended: bool = False
+    context: int = field(init=False)
 
-    @property
-    def context(self) -> int:
-        return len(self.prompt) + self.tokens
+    def __post_init__(self) -> None:
+        self.context = len(self.prompt)
 
 
 class Batching:
@@ -98,6 +98,9 @@ class Batching:
 
     def admit(self) -> list[tuple[int, BatchedRequest]]:
         """The requests that get a slot now."""
+        # Of most steps: nobody waits, and slots are looked at when somebody does.
+        if not self.waiting:
+            return []
         if self.settings.batching == "continuous" or not self.is_busy:
             self.running = {slot: request for slot, request in self.running.items() if not request.ended}
         elif self.settings.batching == "static":
@@ -121,7 +124,7 @@ class Batching:
 
     def reach(self) -> int:
         """The shortest reach that covers every context, including the token of this step."""
-        longest = max(request.context for request in self.running.values() if not request.ended)
+        longest = max([request.context for request in self.running.values() if not request.ended])
         return next(reach for reach in self.settings.reaches if reach >= longest)
 
     def record(self, tokens: dict[int, int]) -> list[Token]:
@@ -132,6 +135,7 @@ class Batching:
             if request is None or request.ended:
                 continue
             request.tokens += 1
+            request.context += 1
             finish = "stop" if token in request.ends else "length" if request.tokens == request.most else None
             request.ended = finish is not None
             reported.append((request.number, token, finish))
