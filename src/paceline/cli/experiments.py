@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from paceline.experiment.spec import RunSpec
     from paceline.results.records import RunRecord
 
+# Shown while references or modes of checkpointing are rehearsed that may not fit: seconds for each, or minutes.
+PLANNING = "Looking for what fits the devices"
 # How the launcher local starts ranks -> its option `warm`.
 RELAUNCH = {"warm": "true", "full": "false"}
 
@@ -94,19 +96,23 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     return verb
 
 
-def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
-    """All runs of the request, each checked by its plugins before anything starts."""
+def _specs(arguments: argparse.Namespace) -> tuple[list[RunSpec], list[str]]:
+    """All runs of the request, each checked by its plugins before anything starts; and what was chosen for the user."""
     from paceline.campaign.run.controller import load_own
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
-    return load_own(
-        arguments.experiment,
-        [*arguments.set, *_relaunch_settings(arguments)],
-        arguments.launcher,
-        arguments.benchmark,
-        counts,
-        allow=arguments.allow_modules,
-    )
+    settings, notes = [*arguments.set, *_relaunch_settings(arguments)], list[str]()
+    with waiting(PLANNING):
+        specs = load_own(
+            arguments.experiment,
+            settings,
+            arguments.launcher,
+            arguments.benchmark,
+            counts,
+            allow=arguments.allow_modules,
+            notify=notes.append,
+        )
+    return specs, notes
 
 
 def _relaunch_settings(arguments: argparse.Namespace) -> list[str]:
@@ -135,20 +141,18 @@ def run(arguments: argparse.Namespace) -> int:
     return run_experiment(arguments)
 
 
-# Shown while references are rehearsed that may not fit: seconds for each size that is tried, or minutes.
-PLANNING = "Looking for a reference that fits"
-
-
 def run_experiment(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import display, status_page
     from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import campaign, interruptible
     from paceline.results.campaign_file import read_plan
 
-    specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
+    (specs, notes), costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
     stopping = _stopping(arguments, costing)
     screen = console()
+    for note in notes:
+        print_hanging(screen, note, 2)
     forecasts = _forecasts(specs, None)
     forecast.store(forecasts, arguments.out)
     rate = _usd_per_hour(specs, costing)
@@ -216,7 +220,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run import forecast
     from paceline.campaign.run.proofs import Proving
 
-    specs, screen = _specs(arguments), console()
+    (specs, notes), screen = _specs(arguments), console()
     with waiting(PLANNING):
         proving = Proving(specs)
     runs = [*proving.runs, *specs]
@@ -228,7 +232,7 @@ def plan(arguments: argparse.Namespace) -> int:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
         _print_cells(screen, [*specs, *proving.runs], arguments, ahead, price, proving.refused)
-    for line in proving.lines():
+    for line in (*notes, *proving.lines()):
         print_hanging(screen, line, 2)
     counts = (
         (len({spec.cell for spec in specs}), "cell"),

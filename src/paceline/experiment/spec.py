@@ -45,6 +45,8 @@ PRECISIONS: Mapping[str, str] = {
     **dict.fromkeys(("float8", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8"), "bf16"),
 }
 CHECKPOINTING = ("none", "full", "selective")
+# What a user may ask for instead: the controller replaces it by one of these (`campaign/run/checkpointing.py`).
+AUTO_CHECKPOINTING = "auto"
 DEVICES = ("cpu", "cuda")
 METHODS = ("full", "lora", "qlora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
@@ -195,7 +197,8 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "micro_batch", "accumulation"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number from 1")
-        require(self.checkpointing in CHECKPOINTING, "checkpointing", self.checkpointing, ", ".join(CHECKPOINTING))
+        modes = (*CHECKPOINTING, AUTO_CHECKPOINTING)
+        require(self.checkpointing in modes, "checkpointing", self.checkpointing, ", ".join(modes))
         compilation(self.compile)
         require(
             self.bucket_mb is None or 0 < self.bucket_mb < math.inf,
