@@ -99,6 +99,7 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
 def _specs(arguments: argparse.Namespace) -> tuple[list[RunSpec], list[str]]:
     """All runs of the request, each checked by its plugins before anything starts; and what was chosen for the user."""
     from paceline.campaign.run.controller import load_own
+    from paceline.errors import require
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
     settings, notes = [*arguments.set, *_relaunch_settings(arguments)], list[str]()
@@ -112,6 +113,9 @@ def _specs(arguments: argparse.Namespace) -> tuple[list[RunSpec], list[str]]:
             allow=arguments.allow_modules,
             notify=notes.append,
         )
+    on_cpu = all(spec.topology.device == "cpu" for spec in specs)
+    expected = "runs on a CPU, because CUDA does not survive a fork. Leave the option out"
+    require(arguments.relaunch != "warm" or on_cpu, "--relaunch warm", "runs on a GPU", expected)
     return specs, notes
 
 
@@ -122,10 +126,12 @@ def _relaunch_settings(arguments: argparse.Namespace) -> list[str]:
 
     if arguments.relaunch is None:
         return []
-    name = expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher).name
-    expected = f"the launcher local: {name} starts every rank as a new interpreter"
-    require(name == "local", f"--relaunch {arguments.relaunch}", name, expected)
-    return [f"launcher.warm={RELAUNCH[arguments.relaunch]}"]
+    launcher = expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher)
+    expected = f"the launcher local: {launcher.name} starts every rank as a new interpreter"
+    require(launcher.name == "local", f"--relaunch {arguments.relaunch}", launcher.name, expected)
+    # An option at its default would make another cell of the same runs.
+    is_default = arguments.relaunch == "warm" and "warm" not in launcher.options
+    return [] if is_default else [f"launcher.warm={RELAUNCH[arguments.relaunch]}"]
 
 
 def run(arguments: argparse.Namespace) -> int:
