@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from paceline.serving.replica.settings import Settings
 
 READ_BYTES = 1 << 20
+# After so many steps the contexts of free slots are forgotten: our kernels and FlashAttention's read them, too.
+STEPS_PER_CLEARING = 64
 # The number of its request, the token, and how the answer ended (None while it continues).
 Token = tuple[int, int, str | None]
 
@@ -52,6 +54,7 @@ class Decoder(Protocol):
 
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]: ...
     def step(self, reach: int) -> list[int]: ...
+    def clear(self, rows: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,6 +81,7 @@ class Batching:
         self.settings = settings
         self.waiting: deque[BatchedRequest] = deque()
         self.running: dict[int, BatchedRequest] = {}
+        self.steps = 0
 
     @property
     def is_busy(self) -> bool:
@@ -127,6 +131,14 @@ class Batching:
         longest = max([request.context for request in self.running.values() if not request.ended])
         return next(reach for reach in self.settings.reaches if reach >= longest)
 
+    def to_clear(self) -> list[int]:
+        """Slots without a request whose contexts should be forgotten before the next step; called before each."""
+        self.steps += 1
+        if self.steps % STEPS_PER_CLEARING:
+            return []
+        used = {slot for slot, request in self.running.items() if not request.ended}
+        return [slot for slot in range(self.settings.max_batch) if slot not in used]
+
     def record(self, tokens: dict[int, int]) -> list[Token]:
         """Record the token of each slot, and return those of requests that had not ended before."""
         reported: list[Token] = []
@@ -161,4 +173,6 @@ def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
             first = decoder.read([slot for slot, _ in group], [request.prompt for _, request in group])
             report({slot: token for (slot, _), token in zip(group, first, strict=True)})
         if batching.is_busy:
+            if slots := batching.to_clear():
+                decoder.clear(slots)
             report(dict(enumerate(decoder.step(batching.reach()))))
