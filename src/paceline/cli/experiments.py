@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from paceline.experiment.spec import RunSpec
     from paceline.results.records import RunRecord
 
+# Shown while references or modes of checkpointing are rehearsed that may not fit: seconds for each, or minutes.
+PLANNING = "Looking for what fits the devices"
 # How the launcher local starts ranks -> its option `warm`.
 RELAUNCH = {"warm": "true", "full": "false"}
 
@@ -94,19 +96,27 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     return verb
 
 
-def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
-    """All runs of the request, each checked by its plugins before anything starts."""
+def _specs(arguments: argparse.Namespace) -> tuple[list[RunSpec], list[str]]:
+    """All runs of the request, each checked by its plugins before anything starts; and what was chosen for the user."""
     from paceline.campaign.run.controller import load_own
+    from paceline.errors import require
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
-    return load_own(
-        arguments.experiment,
-        [*arguments.set, *_relaunch_settings(arguments)],
-        arguments.launcher,
-        arguments.benchmark,
-        counts,
-        allow=arguments.allow_modules,
-    )
+    settings, notes = [*arguments.set, *_relaunch_settings(arguments)], list[str]()
+    with waiting(PLANNING):
+        specs = load_own(
+            arguments.experiment,
+            settings,
+            arguments.launcher,
+            arguments.benchmark,
+            counts,
+            allow=arguments.allow_modules,
+            notify=notes.append,
+        )
+    on_cpu = all(spec.topology.device == "cpu" for spec in specs)
+    expected = "runs on a CPU, because CUDA does not survive a fork. Leave the option out"
+    require(arguments.relaunch != "warm" or on_cpu, "--relaunch warm", "runs on a GPU", expected)
+    return specs, notes
 
 
 def _relaunch_settings(arguments: argparse.Namespace) -> list[str]:
@@ -116,10 +126,12 @@ def _relaunch_settings(arguments: argparse.Namespace) -> list[str]:
 
     if arguments.relaunch is None:
         return []
-    name = expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher).name
-    expected = f"the launcher local: {name} starts every rank as a new interpreter"
-    require(name == "local", f"--relaunch {arguments.relaunch}", name, expected)
-    return [f"launcher.warm={RELAUNCH[arguments.relaunch]}"]
+    launcher = expansion.launcher_of(arguments.experiment, arguments.set, arguments.launcher)
+    expected = f"the launcher local: {launcher.name} starts every rank as a new interpreter"
+    require(launcher.name == "local", f"--relaunch {arguments.relaunch}", launcher.name, expected)
+    # An option at its default would make another cell of the same runs.
+    is_default = arguments.relaunch == "warm" and "warm" not in launcher.options
+    return [] if is_default else [f"launcher.warm={RELAUNCH[arguments.relaunch]}"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,20 +147,18 @@ def run(arguments: argparse.Namespace) -> int:
     return run_experiment(arguments)
 
 
-# Shown while references are rehearsed that may not fit: seconds for each size that is tried, or minutes.
-PLANNING = "Looking for a reference that fits"
-
-
 def run_experiment(arguments: argparse.Namespace) -> int:
     from paceline.campaign.live import display, status_page
     from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import campaign, interruptible
     from paceline.results.campaign_file import read_plan
 
-    specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
+    (specs, notes), costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
     stopping = _stopping(arguments, costing)
     screen = console()
+    for note in notes:
+        print_hanging(screen, note, 2)
     forecasts = _forecasts(specs, None)
     forecast.store(forecasts, arguments.out)
     rate = _usd_per_hour(specs, costing)
@@ -216,7 +226,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run import forecast
     from paceline.campaign.run.proofs import Proving
 
-    specs, screen = _specs(arguments), console()
+    (specs, notes), screen = _specs(arguments), console()
     with waiting(PLANNING):
         proving = Proving(specs)
     runs = [*proving.runs, *specs]
@@ -228,7 +238,7 @@ def plan(arguments: argparse.Namespace) -> int:
         _print_runs(screen, runs, arguments.out, predicted, price)
     else:
         _print_cells(screen, [*specs, *proving.runs], arguments, ahead, price, proving.refused)
-    for line in proving.lines():
+    for line in (*notes, *proving.lines()):
         print_hanging(screen, line, 2)
     counts = (
         (len({spec.cell for spec in specs}), "cell"),

@@ -45,6 +45,8 @@ PRECISIONS: Mapping[str, str] = {
     **dict.fromkeys(("float8", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8"), "bf16"),
 }
 CHECKPOINTING = ("none", "full", "selective")
+# What a user may ask for instead: the controller replaces it by one of these (`campaign/run/checkpointing.py`).
+AUTO_CHECKPOINTING = "auto"
 DEVICES = ("cpu", "cuda")
 METHODS = ("full", "lora", "qlora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
@@ -201,7 +203,8 @@ class Training:
         tokens = self.micro_batch * self.accumulation * self.sequence_length
         accepted = f"at most {MOST_TOKENS:,} tokens of a process in a step"
         require(tokens <= MOST_TOKENS, "micro_batch x accumulation x sequence_length", tokens, accepted)
-        require(self.checkpointing in CHECKPOINTING, "checkpointing", self.checkpointing, ", ".join(CHECKPOINTING))
+        modes = (*CHECKPOINTING, AUTO_CHECKPOINTING)
+        require(self.checkpointing in modes, "checkpointing", self.checkpointing, ", ".join(modes))
         compilation(self.compile)
         require(
             self.bucket_mb is None or 0 < self.bucket_mb < math.inf,

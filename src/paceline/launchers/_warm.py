@@ -39,6 +39,7 @@ from paceline.experiment import plugins
 from paceline.host.processes import GRACE_S, end_with_parent
 from paceline.launchers._network import BRIDGE, Network
 from paceline.launchers.node import placement, torchrun
+from paceline.launchers.node import ranks as node_ranks
 from paceline.results import store
 
 MAX_REQUEST_BYTES = 1 << 16
@@ -302,16 +303,7 @@ def supervise(
     address = BRIDGE if network is not None else torchrun.LOOPBACK
     rendezvous = torchrun.listen(address)
     port = rendezvous.getsockname()[1]
-    shared = {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        "WORLD_SIZE": processes,
-        "LOCAL_WORLD_SIZE": processes,
-    }
-    shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_WORLD_SIZE": processes}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "paceline", placement.FORKED: 1}
-    shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
-    os.environ |= {name: str(value) for name, value in shared.items()}
+    os.environ |= {**node_ranks.variables(address, port, processes), placement.FORKED: "1"}
     ranks: dict[int, int] = {}
     supervisor = os.getpid()
     try:
@@ -350,7 +342,7 @@ def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callab
         if os.getppid() != supervisor:
             os._exit(code)  # it died before the kernel was asked to send a signal
         gc.enable()
-        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+        os.environ |= node_ranks.own_variables(rank)
         sys.argv = ["paceline.workloads.worker", str(run_dir)]
         if prepare_rank is not None:
             prepare_rank(rank)
@@ -379,10 +371,7 @@ def _wait(ranks: dict[int, int], link: socket.socket) -> int:
             rank = ranks.pop(pid)
             if code:
                 failed[pid] = code
-                # In the format of torchrun's report, which `ending` parses.
-                sys.stderr.write(
-                    f"Root Cause:\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: {pid})\n"
-                )
+                sys.stderr.write(node_ranks.death_text(rank, code, pid))
         if failed or (link.fileno() in ready and not link.recv(1)):
             return 1
     return 0

@@ -239,6 +239,7 @@ def block_runner(checkpointing: str) -> Callable[..., Tensor]:
         return lambda block, *arguments, **named: block(*arguments, **named)
     if checkpointing == "full":
         return partial(checkpoint, use_reentrant=False)
+    assert checkpointing == "selective"
     contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 

@@ -214,7 +214,10 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert text.count("--nproc-per-node=1") == 1
 
 
-@pytest.mark.parametrize(("words", "setting"), [((), ()), (("--relaunch", "full"), ("launcher.warm=false",))])
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [((), ()), (("--relaunch", "warm"), ()), (("--relaunch", "full"), ("launcher.warm=false",))],
+)
 def test_relaunch_selects_how_ranks_start(
     here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], setting: tuple[str, ...]
 ) -> None:
@@ -222,7 +225,18 @@ def test_relaunch_selects_how_ranks_start(
     text = capsys.readouterr().out
     specs = expansion.load("mine.yaml", setting)
     assert all(f"{spec.run_id}  [to run]" in text for spec in specs)
-    assert {spec.launcher.options.get("warm", True) for spec in specs} == {not words}
+    assert {spec.launcher.options.get("warm", True) for spec in specs} == {"full" not in words}
+
+
+def test_relaunch_warm_overrides_the_launcher(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "mine.yaml", "--commands", "--launcher", "local:warm=false", "--relaunch", "warm"]) == 0
+    (wanted, *_) = expansion.load("mine.yaml", ["launcher.warm=true"])
+    assert f"{wanted.run_id}  [to run]" in capsys.readouterr().out
+
+
+def test_relaunch_warm_is_refused_on_a_gpu(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "mine.yaml", "--set", "device=cuda", "--set", "processes=1", "--relaunch", "warm"]) == 2
+    assert "--relaunch warm: got 'runs on a GPU', expected runs on a CPU" in capsys.readouterr().err
 
 
 def test_a_plan_is_a_table_of_cells(here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from paceline.analysis.compare.precision import precision_of
 from paceline.analysis.grouping import grouped
 from paceline.analysis.training.certificate import certify
 from paceline.analysis.training.trust import launch_trust
-from paceline.campaign.run import copies, proofs, reference_cache, supervision
+from paceline.campaign.run import checkpointing, copies, proofs, reference_cache, supervision
 from paceline.campaign.run.references import runs_here, unsupported
 from paceline.campaign.run.stopping import Stopping
 from paceline.campaign.run.supervision import Observer
@@ -367,8 +367,9 @@ def load_own(
     counts: Mapping[str, int] | None = None,
     *,
     allow: Collection[str] = (),
+    notify: Notify = lambda _message: None,
 ) -> list[RunSpec]:
-    """The runs of an experiment, each checked by its plugins.
+    """The runs of an experiment, each checked by its plugins. notify gets what was chosen for the user.
 
     RequestError if it is somebody else's file and names modules or programs that the user does not allow.
     """
@@ -386,7 +387,7 @@ def load_own(
         for spec in specs:
             unsupported(spec)
     foreign.require_own(source, specs, given, allowed)
-    return specs
+    return checkpointing.chosen(specs, notify)
 
 
 def leads_on(spec: RunSpec) -> bool:

@@ -1,5 +1,7 @@
 """torchrun, with its store bound to one address (`python -m paceline.launchers.node.torchrun`).
 
+A job on one node does not wait until torchrun has imported torch: `ranks` starts it with the same variables.
+
 torchrun itself opens its store on every interface and, with its default rendezvous, unpickles what it reads there: any
 program that reaches the port can run code in the ranks. Here the store listens on one address and nothing is unpickled.
 One node uses loopback and a port that the kernel chooses. With several nodes, the agent of node 0 opens the socket on
@@ -16,7 +18,9 @@ import gc
 import os
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
+
+from paceline.launchers.node import ranks
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096
@@ -81,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     arguments, words = parser().parse_known_args(argv[1:])
+    if arguments.nnodes == 1:
+        _run_here(arguments, words)
     # Collections would scan all of torch, while it is imported and at exit: a quarter of what this process computes.
     gc.disable()
     from torch.distributed import PrefixStore, TCPStore, run  # type: ignore[attr-defined]
@@ -93,13 +99,7 @@ def main(argv: list[str]) -> None:
 
     gc.freeze()
     gc.enable()
-    listener = None
-    if arguments.store_fd is not None:
-        listener = socket.socket(fileno=arguments.store_fd)
-        listener.set_inheritable(False)
-    elif arguments.nnodes == 1:
-        listener = listen()
-        arguments.master_port = listener.getsockname()[1]
+    listener = _open(arguments.store_fd)
     master, port = arguments.master_addr, arguments.master_port
 
     class FixedRendezvous(RendezvousHandler):
@@ -138,6 +138,27 @@ def main(argv: list[str]) -> None:
     # The endpoint is not used, but torchrun warns without one.
     known = ["--rdzv-backend=paceline", "--rdzv-id=paceline", f"--rdzv-endpoint={master}:{port}"]
     run.main([*known, f"--nnodes={arguments.nnodes}", *words])
+
+
+def _open(descriptor: int | None) -> socket.socket | None:
+    if descriptor is None:
+        return None
+    listener = socket.socket(fileno=descriptor)
+    listener.set_inheritable(False)
+    return listener
+
+
+def _run_here(arguments: argparse.Namespace, words: list[str]) -> NoReturn:
+    options = argparse.ArgumentParser(allow_abbrev=False)
+    options.add_argument("--nproc-per-node", type=int, default=1)
+    # torchrun's own; the output of these ranks is that of this process.
+    options.add_argument("--log-dir")
+    known, command = options.parse_known_args(words)
+    # Collections would scan all of torch.
+    gc.disable()
+    code = ranks.run(command, known.nproc_per_node, _open(arguments.store_fd) or listen(), serve)
+    gc.freeze()
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ import select
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.serving.replica.settings import Settings
 
 READ_BYTES = 1 << 20
+# After so many steps the contexts of free slots are forgotten: our kernels and FlashAttention's read them, too.
+STEPS_PER_CLEARING = 64
 # The number of its request, the token, and how the answer ended (None while it continues).
 Token = tuple[int, int, str | None]
 
@@ -52,12 +54,13 @@ class Decoder(Protocol):
 
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]: ...
     def step(self, reach: int) -> list[int]: ...
+    def clear(self, rows: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
 class BatchedRequest:
-    """One request: its prompt, the most tokens of its answer, and the tokens that end it. ended: with static batching
-    it keeps its slot, and nothing more is reported."""
+    """One request: its prompt, the most tokens of its answer, and the tokens that end it. context: the tokens that it
+    has cached. ended: with static batching it keeps its slot, and nothing more is reported."""
 
     number: int
     prompt: list[int]
@@ -65,10 +68,10 @@ class BatchedRequest:
     ends: frozenset[int]
     tokens: int = 0
     ended: bool = False
+    context: int = field(init=False)
 
-    @property
-    def context(self) -> int:
-        return len(self.prompt) + self.tokens
+    def __post_init__(self) -> None:
+        self.context = len(self.prompt)
 
 
 class Batching:
@@ -78,6 +81,7 @@ class Batching:
         self.settings = settings
         self.waiting: deque[BatchedRequest] = deque()
         self.running: dict[int, BatchedRequest] = {}
+        self.steps = 0
 
     @property
     def is_busy(self) -> bool:
@@ -98,6 +102,9 @@ class Batching:
 
     def admit(self) -> list[tuple[int, BatchedRequest]]:
         """The requests that get a slot now."""
+        # Of most steps: nobody waits, and slots are looked at when somebody does.
+        if not self.waiting:
+            return []
         if self.settings.batching == "continuous" or not self.is_busy:
             self.running = {slot: request for slot, request in self.running.items() if not request.ended}
         elif self.settings.batching == "static":
@@ -121,8 +128,16 @@ class Batching:
 
     def reach(self) -> int:
         """The shortest reach that covers every context, including the token of this step."""
-        longest = max(request.context for request in self.running.values() if not request.ended)
+        longest = max([request.context for request in self.running.values() if not request.ended])
         return next(reach for reach in self.settings.reaches if reach >= longest)
+
+    def to_clear(self) -> list[int]:
+        """Slots without a request whose contexts should be forgotten before the next step; called before each."""
+        self.steps += 1
+        if self.steps % STEPS_PER_CLEARING:
+            return []
+        used = {slot for slot, request in self.running.items() if not request.ended}
+        return [slot for slot in range(self.settings.max_batch) if slot not in used]
 
     def record(self, tokens: dict[int, int]) -> list[Token]:
         """Record the token of each slot, and return those of requests that had not ended before."""
@@ -132,6 +147,7 @@ class Batching:
             if request is None or request.ended:
                 continue
             request.tokens += 1
+            request.context += 1
             finish = "stop" if token in request.ends else "length" if request.tokens == request.most else None
             request.ended = finish is not None
             reported.append((request.number, token, finish))
@@ -157,4 +173,6 @@ def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
             first = decoder.read([slot for slot, _ in group], [request.prompt for _, request in group])
             report({slot: token for (slot, _), token in zip(group, first, strict=True)})
         if batching.is_busy:
+            if slots := batching.to_clear():
+                decoder.clear(slots)
             report(dict(enumerate(decoder.step(batching.reach()))))

@@ -1,7 +1,8 @@
 """Greedy decoding over the slots of a batch: prompts are read into slots, then all slots advance by one token a step.
 
-A step always computes every slot, used or not. Its tensors never change size or address, so it is compiled once for
-each reach and replayed as one CUDA graph. Results of free slots are computed and not reported.
+A step always computes every slot, used or not, and each becomes one token longer; `clear` shortens free ones. Its
+tensors never change size or address, so it is compiled once for each reach and replayed as one CUDA graph. Results of
+free slots are computed and not reported.
 
 Attention stores keys and values itself, in tensors that never move. transformers calls the function that is registered
 for a model's attention; ours stores its arguments before it attends. The model then needs no cache of transformers,
@@ -138,6 +139,11 @@ class Decoding:
         """Read the tensors of a single prompt; nothing here depends on values on the host."""
         tokens, positions = self._prompt[:, :padded_to], self._columns[None, :padded_to]
         self._first.copy_(self._read(self._slot, tokens, positions, self._prompt_length))
+
+    @torch.inference_mode()
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget the contexts of these slots, which no request has."""
+        self.positions[torch.tensor(rows, device=self.device)] = 0
 
     def step(self, reach: int) -> list[int]:
         """The next token of every slot. reach: one of `reaches`, at least the longest context of the used slots."""

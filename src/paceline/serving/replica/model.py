@@ -25,7 +25,7 @@ from paceline.serving.replica.batching import Channel, serve
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
 from paceline.serving.replica.settings import Meeting, Settings
 
-READ, STEP = 0, 1
+READ, STEP, CLEAR = 0, 1, 2
 # The other ranks wait for the leader until the next request: days, not minutes.
 PATIENCE = datetime.timedelta(days=30)
 
@@ -155,6 +155,11 @@ class Leader:
         dist.broadcast(torch.tensor([STEP, reach, 0]), src=0, group=self._group)
         return self._decoding.step(reach)
 
+    def clear(self, rows: Sequence[int]) -> None:
+        dist.broadcast(torch.tensor([CLEAR, len(rows), 0]), src=0, group=self._group)
+        dist.broadcast(torch.tensor(rows), src=0, group=self._group)
+        self._decoding.clear(rows)
+
 
 def follow(decoding: Decoding, group: Any) -> None:
     """Make every call that the leader makes, until this process is ended with the replica."""
@@ -164,6 +169,11 @@ def follow(decoding: Decoding, group: Any) -> None:
         kind, count, longest = call.tolist()
         if kind == STEP:
             decoding.advance(count)
+            continue
+        if kind == CLEAR:
+            free = torch.zeros(count, dtype=torch.long)
+            dist.broadcast(free, src=0, group=group)
+            decoding.clear(free.tolist())
             continue
         table = torch.zeros((count, 2 + longest), dtype=torch.long)
         dist.broadcast(table, src=0, group=group)

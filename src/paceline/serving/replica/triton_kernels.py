@@ -41,6 +41,140 @@ def rotated(base, cosines, sines, offsets, turned, sign, mask):
 
 
 @triton.jit
+def own_part(split, cached, SPLITS: tl.constexpr, MULTIPLE: tl.constexpr):
+    """What this split reads of a context: its first token, the one after its last, and how many splits have any."""
+    length = tl.cdiv(tl.cdiv(cached, SPLITS), MULTIPLE) * MULTIPLE
+    active = tl.maximum(tl.cdiv(cached, tl.maximum(length, 1)), 1)
+    first = split * length
+    return first, tl.minimum(first + length, cached), active
+
+
+@triton.jit
+def touch_tile(keys, values, cache_at, token_stride, first, last, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Bring the first tile of keys and values into the cache of all processors."""
+    lines: tl.constexpr = (WIDTH + LINE - 1) // LINE
+    early = tl.maximum(tl.minimum(first + tl.arange(0, TILE), last - 1), 0).to(tl.int64)
+    line_at = cache_at + early[:, None] * token_stride + (tl.arange(0, lines) * LINE)[None, :]
+    touch(keys + line_at)
+    touch(values + line_at)
+
+
+@triton.jit
+def store_new(
+    query_at,
+    key_at,
+    value_at,
+    cosines_at,
+    sines_at,
+    keys,
+    values,
+    cache_at,
+    mine,
+    scale,
+    real,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Rotate query and key of the new token, store its key and value, and begin the sums of `attend_tiles` with it.
+
+    Only one split does so (`mine`); the sums of the others begin empty. Returns the rotated query too.
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    half: tl.constexpr = WIDTH // 2
+    turned = tl.where(column < half, column + half, column - half)
+    sign = tl.where(column < half, -1.0, 1.0)
+    cosine = tl.load(cosines_at + column).to(tl.float32)
+    sine = tl.load(sines_at + column).to(tl.float32)
+    straight = row[:, None] * WIDTH + column[None, :]
+    across = row[:, None] * WIDTH + turned[None, :]
+    asked = rotated(query_at, cosine[None, :], sine[None, :], straight, across, sign[None, :], real)
+    own_key = rotated(key_at, cosine, sine, column, turned, sign, column >= 0).to(keys.dtype.element_ty)
+    own_value = tl.load(value_at + column)
+    asked = asked.to(keys.dtype.element_ty)
+    place = cache_at + column
+    tl.store(keys + place, own_key, mask=(column >= 0) & mine)
+    tl.store(values + place, own_value, mask=(column >= 0) & mine)
+    own_score = tl.sum(asked.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1) * scale
+    highest = tl.where(mine, own_score, float("-inf"))
+    total = tl.where(mine, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
+    mixed = tl.where(mine, 1.0, 0.0) * own_value.to(tl.float32)[None, :] + tl.zeros([ROWS, WIDTH], tl.float32)
+    return asked, highest, total, mixed
+
+
+@triton.jit
+def attend_tiles(
+    asked,
+    keys,
+    values,
+    cache_at,
+    token_stride,
+    first,
+    last,
+    scale,
+    highest,
+    total,
+    mixed,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Continue the softmax over the tokens from `first` to `last`. highest: the best score so far; total and mixed: the
+    sums of all shares and of the values by share, both relative to it."""
+    column = tl.arange(0, WIDTH)
+    within = tl.arange(0, TILE)
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
+        token = start + within
+        known = token < last
+        at = cache_at + token.to(tl.int64)[:, None] * token_stride + column[None, :]
+        tile = tl.load(keys + at, mask=known[:, None], other=0.0)
+        score = tl.dot(asked, tl.trans(tile)) * scale
+        score = tl.where(known[None, :], score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        share = tl.exp2(score - higher[:, None])
+        shrunk = tl.exp2(highest - higher)
+        total = total * shrunk + tl.sum(share, axis=1)
+        tile = tl.load(values + at, mask=known[:, None], other=0.0)
+        mixed = tl.dot(share.to(tile.dtype), tile, mixed * shrunk[:, None])
+        highest = higher
+    return highest, total, mixed
+
+
+@triton.jit
+def put_together(
+    out_at,
+    partial,
+    maxima,
+    sums,
+    group,
+    active,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+):
+    """The result of all splits of a group of query heads, from what they have left."""
+    column = tl.arange(0, WIDTH)
+    part = tl.arange(0, SPLITS_2)
+    few = tl.arange(0, FEW)
+    there = (part < active)[:, None] & (few < GROUP)[None, :]
+    at = (group * SPLITS + part)[:, None] * GROUP + few[None, :]
+    tops = tl.load(maxima + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    tops = tl.where((few < GROUP)[None, :], tops, 0.0)
+    weights = tl.exp2(tops - tl.max(tops, axis=0)[None, :])
+    whole = tl.sum(weights * tl.load(sums + at, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+    whole = tl.where(few < GROUP, whole, 1.0)
+    cells = at[:, :, None] * WIDTH + column[None, None, :]
+    pieces = tl.load(
+        partial + cells, mask=there[:, :, None] & (column >= 0)[None, None, :], other=0.0, cache_modifier=".cg"
+    )
+    result = tl.sum(pieces * weights[:, :, None], axis=0) / whole[:, None]
+    to = out_at + few[:, None] * WIDTH + column[None, :]
+    tl.store(to, result.to(out_at.dtype.element_ty), mask=(few < GROUP)[:, None] & (column >= 0)[None, :])
+
+
+@triton.jit
 def attend(
     query,
     key,
@@ -84,71 +218,50 @@ def attend(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions + slot).to(tl.int32)
-    cached = position if STORES else position + 1
-    length = tl.cdiv(tl.cdiv(cached, SPLITS), MULTIPLE) * MULTIPLE
-    active = tl.maximum(tl.cdiv(cached, tl.maximum(length, 1)), 1)
+    first, last, active = own_part(split, position if STORES else position + 1, SPLITS, MULTIPLE)
     if split >= active:
         return
-    first = split * length
-    last = tl.minimum(first + length, cached)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     cell = row[:, None] * WIDTH + column[None, :]
     real = (row < GROUP)[:, None] & (column >= 0)[None, :]
-    within = tl.arange(0, TILE)
     cache_at = slot.to(tl.int64) * slot_stride + head * head_stride
     if EARLY:
-        lines: tl.constexpr = (WIDTH + LINE - 1) // LINE
-        early = tl.maximum(tl.minimum(first + within, last - 1), 0).to(tl.int64)
-        line_at = cache_at + early[:, None] * token_stride + (tl.arange(0, lines) * LINE)[None, :]
-        touch(keys + line_at)
-        touch(values + line_at)
+        touch_tile(keys, values, cache_at, token_stride, first, last, TILE, WIDTH)
         tl.extra.cuda.gdc_wait()
     query_at = query + slot.to(tl.int64) * query_slot + head * GROUP * WIDTH
     if STORES:
-        half: tl.constexpr = WIDTH // 2
-        turned = tl.where(column < half, column + half, column - half)
-        sign = tl.where(column < half, -1.0, 1.0)
-        cosine = tl.load(cosines + position * WIDTH + column).to(tl.float32)
-        sine = tl.load(sines + position * WIDTH + column).to(tl.float32)
-        across = row[:, None] * WIDTH + turned[None, :]
-        asked = rotated(query_at, cosine[None, :], sine[None, :], cell, across, sign[None, :], real)
         key_at = key + slot.to(tl.int64) * key_slot + head * WIDTH
-        own_key = rotated(key_at, cosine, sine, column, turned, sign, column >= 0).to(keys.dtype.element_ty)
-        own_value = tl.load(value + slot.to(tl.int64) * value_slot + head * WIDTH + column)
-        asked = asked.to(keys.dtype.element_ty)
-        mine = split == 0
-        place = cache_at + position.to(tl.int64) * token_stride + column
-        tl.store(keys + place, own_key, mask=(column >= 0) & mine)
-        tl.store(values + place, own_value, mask=(column >= 0) & mine)
-        own_score = tl.sum(asked.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1) * scale
-        highest = tl.where(mine, own_score, float("-inf"))
-        total = tl.where(mine, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
-        mixed = tl.where(mine, 1.0, 0.0) * own_value.to(tl.float32)[None, :] + tl.zeros([ROWS, WIDTH], tl.float32)
+        value_at = value + slot.to(tl.int64) * value_slot + head * WIDTH
+        turns = position * WIDTH
+        asked, highest, total, mixed = store_new(
+            query_at,
+            key_at,
+            value_at,
+            cosines + turns,
+            sines + turns,
+            keys,
+            values,
+            cache_at + position.to(tl.int64) * token_stride,
+            split == 0,
+            scale,
+            real,
+            ROWS,
+            WIDTH,
+        )
     else:
         asked = tl.load(query_at + cell, mask=real, other=0.0)
         highest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in tl.range(first, last, TILE, num_stages=STAGES):
-        token = start + within
-        known = token < last
-        at = cache_at + token.to(tl.int64)[:, None] * token_stride + column[None, :]
-        tile = tl.load(keys + at, mask=known[:, None], other=0.0)
-        score = tl.dot(asked, tl.trans(tile)) * scale
-        score = tl.where(known[None, :], score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, axis=1))
-        share = tl.exp2(score - higher[:, None])
-        shrunk = tl.exp2(highest - higher)
-        total = total * shrunk + tl.sum(share, axis=1)
-        tile = tl.load(values + at, mask=known[:, None], other=0.0)
-        mixed = tl.dot(share.to(tile.dtype), tile, mixed * shrunk[:, None])
-        highest = higher
-    out_at = (slot * HEADS + head) * GROUP * WIDTH
+    highest, total, mixed = attend_tiles(
+        asked, keys, values, cache_at, token_stride, first, last, scale, highest, total, mixed, WIDTH, TILE, STAGES
+    )
+    group = slot * HEADS + head
+    out_at = out + group * GROUP * WIDTH
     if SPLITS == 1:
-        tl.store(out + out_at + cell, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+        tl.store(out_at + cell, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
     else:
-        group = slot * HEADS + head
         piece = group * SPLITS + split
         tl.store(partial + piece * GROUP * WIDTH + cell, mixed, mask=real)
         tl.store(maxima + piece * GROUP + row, highest, mask=row < GROUP)
@@ -158,22 +271,7 @@ def attend(
         # The last one to arrive puts the splits together.
         if before == active - 1:
             tl.store(arrived + group, 0)
-            part = tl.arange(0, SPLITS_2)
-            few = tl.arange(0, FEW)
-            there = (part < active)[:, None] & (few < GROUP)[None, :]
-            at = (group * SPLITS + part)[:, None] * GROUP + few[None, :]
-            tops = tl.load(maxima + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-            tops = tl.where((few < GROUP)[None, :], tops, 0.0)
-            weights = tl.exp2(tops - tl.max(tops, axis=0)[None, :])
-            whole = tl.sum(weights * tl.load(sums + at, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
-            whole = tl.where(few < GROUP, whole, 1.0)
-            cells = at[:, :, None] * WIDTH + column[None, None, :]
-            pieces = tl.load(
-                partial + cells, mask=there[:, :, None] & (column >= 0)[None, None, :], other=0.0, cache_modifier=".cg"
-            )
-            result = tl.sum(pieces * weights[:, :, None], axis=0) / whole[:, None]
-            to = out + out_at + few[:, None] * WIDTH + column[None, :]
-            tl.store(to, result.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & (column >= 0)[None, :])
+            put_together(out_at, partial, maxima, sums, group, active, GROUP, FEW, WIDTH, SPLITS, SPLITS_2)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Sequence
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.replica.batching import BatchedRequest, Batching, Channel, ChannelClosed, serve
+from paceline.serving.replica.batching import (
+    STEPS_PER_CLEARING,
+    BatchedRequest,
+    Batching,
+    Channel,
+    ChannelClosed,
+    serve,
+)
 from paceline.serving.replica.settings import Settings
 
 
@@ -63,6 +71,17 @@ def test_a_dropped_request_is_not_reported_again(law: str) -> None:
     assert not batching.waiting
 
 
+def test_contexts_of_free_slots_are_forgotten_now_and_then() -> None:
+    batching = Batching(settings(max_batch=4))
+    for number, most in ((1, 9), (2, 1), (3, 9)):
+        batching.arrive(guest(number, most))
+    batching.admit()
+    batching.record({0: 7, 1: 7, 2: 7})
+    cleared = [batching.to_clear() for _ in range(2 * STEPS_PER_CLEARING)]
+    assert [number for number, slots in enumerate(cleared, 1) if slots] == [STEPS_PER_CLEARING, 2 * STEPS_PER_CLEARING]
+    assert cleared[STEPS_PER_CLEARING - 1] == [1, 3], "the one that has ended, and the one that nobody had"
+
+
 def test_a_step_reaches_as_far_as_the_longest_context() -> None:
     batching = Batching(settings(max_length=1000))
     assert batching.settings.reaches == (256, 512, 1000)
@@ -104,6 +123,30 @@ class Counting:
     def step(self, reach: int) -> list[int]:
         self.counts = [count + 1 for count in self.counts]
         return self.counts
+
+    def clear(self, rows: Sequence[int]) -> None:
+        self.counts = [0 if row in rows else count for row, count in enumerate(self.counts)]
+
+
+def test_serving_clears_free_slots_only() -> None:
+    ours, theirs = socket.socketpair()
+    counting = Counting()
+
+    def model() -> None:
+        with contextlib.suppress(ChannelClosed):
+            serve(counting, Channel(theirs), settings(max_length=400))
+
+    thread = threading.Thread(target=model)
+    thread.start()
+    line, said = Channel(ours), list[int]()
+    line.put({"ask": 1, "prompt": [1000], "most": 3 * STEPS_PER_CLEARING, "ends": []})
+    while len(said) < 3 * STEPS_PER_CLEARING:
+        said += [token for message in line.take(wait=True) for _, token, _ in message["tokens"]]
+    ours.close()
+    thread.join(60)
+    theirs.close()
+    assert said == [*range(1000, 1000 + 3 * STEPS_PER_CLEARING)], "what a request has is not touched"
+    assert counting.counts[1] < 2 * STEPS_PER_CLEARING, "a free slot counts from 0 again"
 
 
 def test_serving_sends_all_tokens_in_order_and_ends_with_the_front() -> None:

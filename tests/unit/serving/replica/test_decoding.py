@@ -279,3 +279,20 @@ def test_two_parts_of_a_model_answer_as_the_whole_does(monkeypatch: pytest.Monke
     # Both threads changed what belongs to their process: whoever ended last left prompts' stance for all other tests.
     torch.compiler.set_stance("default")
     assert found == {0: expected, 1: expected}
+
+
+def test_clearing_free_slots_changes_no_answer_and_shortens_what_a_step_reads() -> None:
+    def decoded(clears: bool) -> tuple[list[int], list[int]]:
+        decoding = over_slots(LLAMA, sharpened(weights.open_model(LLAMA, 0, CPU)))
+        decoding.read([0, 1, 2, 3], PROMPTS)
+        said = []
+        for number in range(8):
+            if clears and number == 5:
+                decoding.clear([0, 1, 3])
+            said.append(decoding.step(64)[2])
+        return said, (decoding.positions.tolist())
+
+    plainly, cleared = decoded(False), decoded(True)
+    assert plainly[0] == cleared[0]
+    assert plainly[1] == [5 + 8, 1 + 8, 11 + 8, 2 + 8]
+    assert cleared[1] == [3, 3, 11 + 8, 3]
