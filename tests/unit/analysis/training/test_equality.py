@@ -23,7 +23,7 @@ from paceline.experiment.script import Script
 from paceline.host.prices import Price
 from paceline.report.charts import money, training
 from paceline.report.exporters.csv import cells_text
-from paceline.report.summary import light
+from paceline.report.summary import headline, light
 from paceline.report.tables import comparison, cost
 from paceline.report.tables.table import CROSS, certification, certified_sentence, ranking
 from paceline.report.text.cells import groups
@@ -313,6 +313,12 @@ def test_cells_of_other_work_come_last() -> None:
     fastest = run("ddp", parameters=9, seconds=0.5)
     (group,) = groups(build([fastest, run("fsdp", at=1.0), run("zero3", at=2.0, seconds=2.0)], title=""))
     assert [row.label for row in group.rows] == ["fsdp", "zero3", "ddp"]
+
+
+def test_the_headline_names_no_cell_of_other_work() -> None:
+    fastest = run("ddp", parameters=9, seconds=0.5)
+    report = build([fastest, run("fsdp", at=1.0), run("zero3", at=2.0, seconds=2.0)], title="")
+    assert headline(report).endswith("(fsdp); one launch each, so no verdict")
 
 
 def test_verdicts_say_the_level() -> None:
