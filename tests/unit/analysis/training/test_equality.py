@@ -367,6 +367,9 @@ def test_a_comparison_with_other_work_says_so_first() -> None:
     assert "slower" not in text
     assert "code of the script" in text
     assert "v1 -> v2" not in text
+    same = [run("fsdp", repeat=n, at=10.0 + n) for n in range(2)]
+    text = comparison.sentence(compare_experiments([*before, *same], [*after, *same]))
+    assert text.startswith("B did other work than A in 1 of 2 cells, so there is no verdict on these")
 
 
 def test_rates_of_two_units_have_columns_of_their_own() -> None:
