@@ -16,7 +16,7 @@ from paceline.analysis.findings import Report
 from paceline.errors import Scalar
 from paceline.report import summary, terminal
 from paceline.report.tables import table as tables
-from paceline.report.tables.table import Cell, Column, Table, numeric
+from paceline.report.tables.table import CORRECTED, Cell, Column, Table, numeric, ranking
 from paceline.report.text import cells
 from paceline.report.text.machine_facts import flatten
 from paceline.wording import MISSING, format_duration, format_quantity
@@ -259,6 +259,15 @@ def test_without_verbose_the_terminal_shows_the_answer_one_table_and_what_is_lef
     assert "tp=3 does not divide 4 heads" in words, "a failure is never left out"
     assert "with --verbose and in the report." in words
     assert "Cost at" not in words
+
+
+def test_a_table_says_why_an_interval_beyond_1_may_be_inconclusive(report: Report) -> None:
+    assert not any(CORRECTED in table.notes for table in ranking(report))
+    undecided = [dataclasses.replace(c, verdict="inconclusive") for c in report.comparisons]
+    corrected = dataclasses.replace(report, comparisons=tuple(undecided))
+    assert any(CORRECTED in table.notes for table in ranking(corrected))
+    alone = [dataclasses.replace(c, launches=1) for c in undecided]
+    assert not any(CORRECTED in t.notes for t in ranking(dataclasses.replace(report, comparisons=tuple(alone))))
 
 
 def test_the_terminal_breaks_sentences_before_it_leaves_out_a_column(golden: object) -> None:

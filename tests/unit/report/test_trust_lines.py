@@ -11,6 +11,7 @@ from rich.console import Console
 
 from paceline import report as present
 from paceline.analysis.findings import LaunchTrust, Report
+from paceline.report import summary
 from paceline.report.exporters import html, markdown
 from paceline.report.exporters import json as json_report
 from paceline.report.text import trust
@@ -65,6 +66,12 @@ def test_it_comes_before_the_first_table_and_the_answer(report: Report) -> None:
     assert "&lt;powersave&gt;" in body
     text = markdown.text(disturbed)
     assert text.index("Trust: red.") < text.index("**") < text.index("| ---")
+
+
+def test_one_of_several_reasons_is_called_an_example(report: Report) -> None:
+    other = dataclasses.replace(RED, reasons=("swapping moved 9 MiB/s",))
+    assert f"launches badly disturbed ({RED.reasons[0]})" in summary.light(lit(report, RED, RED)).text
+    assert f"launches badly disturbed (for example, {RED.reasons[0]})" in summary.light(lit(report, RED, other)).text
 
 
 def test_programs_find_the_light_of_each_run(report: Report) -> None:

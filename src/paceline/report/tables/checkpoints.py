@@ -46,6 +46,11 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def _steps(count: int) -> str:
+    """A number of steps in words.
+
+    >>> _steps(1), _steps(1200)
+    ('1 step', '1,200 steps')
+    """
     return f"{count:,} step{'' if count == 1 else 's'}"
 
 

@@ -14,10 +14,12 @@ from paceline.analysis.cost import training
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import Cost, Report
 from paceline.analysis.report import build
-from paceline.host.prices import SPOT, Price
+from paceline.host.prices import SPOT, Price, chosen
 from paceline.report import brief_group
 from paceline.report.charts import charts
 from paceline.report.tables import cost as shown
+from paceline.report.tables.budget import samples_name
+from paceline.report.tiles import tiles
 from paceline.results.records import RunRecord
 from paceline.wording import TIMES
 
@@ -144,6 +146,20 @@ def test_costs_that_were_asked_for_are_shown_without_verbose(make_cell: Builder,
     assert "Cost at hourly" not in printed(HOURLY, with_cost=False)
     other = dataclasses.replace(HOURLY, gpu="A10")
     assert "--price: hourly (A10) applies to none of the measured cells (cpu)" in printed(other, with_cost=True)
+
+
+def test_a_price_from_the_command_line_is_the_given_price(make_cell: Builder, make_reference: Builder) -> None:
+    (own,) = chosen("2.5")
+    report = reported([make_cell(1.0)], make_reference, Costing((own,)))
+    assert shown.tables(report)[0].title == "Cost at the given price"
+    assert [tile.note for tile in tiles(report) if tile.name == "Cost"] == ["at the given price"]
+    listed = dataclasses.replace(HOURLY, kind=SPOT)
+    assert (HOURLY.title, listed.title) == ("hourly", "hourly, spot")
+
+
+def test_samples_of_unknown_length_have_no_length_in_their_name() -> None:
+    assert samples_name({"sequence_length": 512, "data": "alpaca"}) == "samples of 512 tokens, alpaca"
+    assert samples_name({"sequence_length": None, "data": None}) == "samples"
 
 
 def test_a_price_of_another_gpu_is_not_used_and_the_report_says_so(

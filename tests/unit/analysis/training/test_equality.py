@@ -23,7 +23,7 @@ from paceline.experiment.script import Script
 from paceline.host.prices import Price
 from paceline.report.charts import money, training
 from paceline.report.exporters.csv import cells_text
-from paceline.report.summary import light
+from paceline.report.summary import headline, light
 from paceline.report.tables import comparison, cost
 from paceline.report.tables.table import CROSS, certification, certified_sentence, ranking
 from paceline.report.text.cells import groups
@@ -315,6 +315,12 @@ def test_cells_of_other_work_come_last() -> None:
     assert [row.label for row in group.rows] == ["fsdp", "zero3", "ddp"]
 
 
+def test_the_headline_names_no_cell_of_other_work() -> None:
+    fastest = run("ddp", parameters=9, seconds=0.5)
+    report = build([fastest, run("fsdp", at=1.0), run("zero3", at=2.0, seconds=2.0)], title="")
+    assert headline(report).endswith("(fsdp); one launch each, so no verdict")
+
+
 def test_verdicts_say_the_level() -> None:
     times = {"ddp": 1.0, "fsdp": 2.0}
     records = [
@@ -361,6 +367,9 @@ def test_a_comparison_with_other_work_says_so_first() -> None:
     assert "slower" not in text
     assert "code of the script" in text
     assert "v1 -> v2" not in text
+    same = [run("fsdp", repeat=n, at=10.0 + n) for n in range(2)]
+    text = comparison.sentence(compare_experiments([*before, *same], [*after, *same]))
+    assert text.startswith("B did other work than A in 1 of 2 cells, so there is no verdict on these")
 
 
 def test_rates_of_two_units_have_columns_of_their_own() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis import report
+from paceline.analysis.findings.training import Goodput
 from paceline.analysis.training import gauges, metrics
 from paceline.analysis.training.energy import window_energy
 from paceline.analysis.training.goodput import goodput, resumed_at
@@ -212,3 +213,17 @@ def test_the_time_without_a_controller_is_nobodys_loss(restarted: RunRecord) -> 
     assert (known.restarts, found.restarts) == (1, 0)
     assert known.text.startswith("restarted 1 time; ")
     assert found.text.startswith("interrupted 1 time; ")
+
+
+def test_the_rest_of_a_difference_of_clocks_is_no_time() -> None:
+    found = Goodput(
+        span_s=10.0,
+        start_s=1.0,
+        counted_s=8.0,
+        redone_s=8.88e-16,
+        checkpoint_s=1.0,
+        down_s=0.0,
+        restarts=0,
+        checkpoints=1,
+    )
+    assert "0 s redone, 1 s checkpoints (1 time), 0 s down" in found.text
