@@ -219,6 +219,8 @@ class Launcher(Protocol):
     `offer(choice) -> Offer` if the launcher has its own machines.
     `attend(out, control) -> int` if every process of a running job runs the command: call `control`, the rest of the
     command, in one of them, and return its exit code in all of them.
+    `expect(specs)` if the first job can be made faster: these runs will probably follow. It begins what takes long, and
+    returns at once. It starts no job, and what it began ends with this process.
     `close()` if it keeps something between the jobs of a campaign; called after the last one.
     `HERE = True` if the ranks are processes of this host.
     `preflight(specs)` if the engine can be queried before a job: given the remaining runs of one set of options, raise

@@ -148,14 +148,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_experiment(arguments: argparse.Namespace) -> int:
+    from paceline.campaign.run import controller
+
+    (specs, notes), costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
+    exporters_of(arguments.format)
+    stopping = _stopping(arguments, costing)
+    controller.expect(specs, arguments.out)
+    # Meanwhile: these imports and the forecast take seconds.
     from paceline.campaign.live import display, status_page
     from paceline.campaign.run import forecast
     from paceline.campaign.run.controller import campaign, interruptible
     from paceline.results.campaign_file import read_plan
 
-    (specs, notes), costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
-    exporters_of(arguments.format)
-    stopping = _stopping(arguments, costing)
     screen = console()
     for note in notes:
         print_hanging(screen, note, 2)

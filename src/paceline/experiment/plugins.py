@@ -81,6 +81,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "launchers": {
         "preflight": ("specs",),
+        "expect": ("specs",),
         "adopt": ("job", "handle"),
         "collect": ("handle", "run_dir"),
         "offer": ("choice",),

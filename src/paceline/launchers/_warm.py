@@ -123,6 +123,13 @@ class ForkedRun:
         return True
 
 
+def begin(environment: Mapping[str, str]) -> None:
+    """Begin to import torch for runs with this environment. What goes wrong is in the log of the first run, for which
+    the process is started again."""
+    with Path(os.devnull).open("wb") as output:
+        _warm_process("", environment, output.fileno())
+
+
 def start(settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> ForkedRun:
     """Ask the warm process for the ranks of one run. Returns at once, also while torch is still being imported.
 

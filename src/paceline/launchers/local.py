@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,15 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         settings = {"run_dir": str(run_dir), "processes": topology.processes_per_node, "preload": preload}
         settings |= {"network_mbit": chosen.network_mbit} if chosen.network_mbit else {}
     return Job(argv=argv, env=env, log=str(run_dir / "log.txt"), settings=settings)
+
+
+def expect(specs: Sequence[RunSpec]) -> None:
+    """Begin to import torch where ranks will be forked, while the controller prepares their campaign."""
+    forked = [spec for spec in specs if check(spec) is None and _forks(spec, parse_options(Options, spec.launcher))]
+    if forked:
+        # A reference runs without variables of the spec.
+        first = min(forked, key=lambda spec: len(spec.env))
+        _warm.begin({**os.environ, **prepare(first, Path()).env})
 
 
 def submit(job: Job) -> Mapping[str, Any]:

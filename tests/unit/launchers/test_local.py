@@ -105,6 +105,17 @@ def test_a_job_that_ended_has_its_exit_code_and_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "hello\n"
 
 
+def test_torch_is_imported_early_where_ranks_are_forked(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the environment of the first run, which is a reference without variables of its own."""
+    begun: list[Any] = []
+    monkeypatch.setattr(local._warm, "begin", begun.append)
+    local.expect([make_spec("ddp", 2, launcher="local:warm=false"), make_spec("ddp", 2, launcher="local:threads=2")])
+    assert begun == []
+    specs = [make_spec("ddp", 2, env={"NCCL_ALGO": "Ring"}), make_spec("zero:stage=1", 2)]
+    local.expect(specs)
+    assert begun == [{**os.environ, **local.prepare(specs[1], Path("x")).env}]
+
+
 def test_a_job_of_another_controller_is_not_running() -> None:
     assert not local.poll({"pid": 999_999_999}).running
     local.cancel({"pid": 999_999_999})

@@ -38,12 +38,15 @@ class Fit:
 
 def chosen(specs: Sequence[RunSpec], notify: Callable[[str], None]) -> list[RunSpec]:
     """The specs with the mode that each is run with. notify gets a line for each model whose mode was to be chosen."""
-    asking = [spec for spec in specs if spec.training.checkpointing == AUTO_CHECKPOINTING]
+
+    def asks(spec: RunSpec) -> bool:
+        return spec.training.checkpointing == AUTO_CHECKPOINTING
+
     modes: dict[str, str] = {}
-    for model, members in grouped(asking, lambda spec: str(spec.model)).items():
+    for model, members in grouped(filter(asks, specs), lambda spec: str(spec.model)).items():
         modes[model], why = _mode_of(members)
         notify(f"checkpointing of {members[0].model_text}: {modes[model]} ({why})")
-    return [_with(spec, modes[str(spec.model)]) if spec in asking else spec for spec in specs]
+    return [_with(spec, modes[str(spec.model)]) if asks(spec) else spec for spec in specs]
 
 
 def _with(spec: RunSpec, mode: str) -> RunSpec:

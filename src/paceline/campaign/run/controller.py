@@ -330,6 +330,15 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, notify: Notify) 
             slow.cancel()
 
 
+def expect(specs: Sequence[RunSpec], out: Path) -> None:
+    """Tell the launchers which runs will follow, as soon as that is known. RequestError if another controller runs in
+    that directory, which must not be disturbed."""
+    store.require_free(out / specs[0].experiment)
+    left = [spec for spec in specs if not store.is_sealed(out / spec.experiment / spec.run_id)]
+    for name, runs in grouped(left, lambda spec: spec.launcher.name).items():
+        getattr(load("launchers", name), "expect", lambda _runs: None)(runs)
+
+
 def light_before(specs: Sequence[RunSpec]) -> str:
     """One line: the trust light of this host, if these runs use it."""
     devices = {spec.topology.device for spec in specs if runs_here(spec)}
