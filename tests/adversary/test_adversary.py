@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from testbed import EXHAUSTIVE
 
-from adversary import honest, other_data, planted, ranks, routed, split
+from adversary import approximated, honest, other_data, planted, ranks, routed, split
 from paceline.analysis.findings import Certificate
 from paceline.analysis.training.certificate import certify_all
 from paceline.campaign.run.copies import supplement_of
@@ -92,6 +92,14 @@ REFUSED_ROUTED = {
     "no_auxiliary_loss": LOSS,
     "gradients_of_experts_summed": NORM,
 }
+REFUSED_APPROXIMATED = {
+    "ranks_drift": "weights after the window",
+    "one_tensor_averaged": "approximation",
+    "never_averaged": "approximation",
+    "dropout_behind_signs": "loss of the first step",
+}
+# With an average after the last of STEPS.
+APPROXIMATED = ("compressed:method=signsgd", "compressed:method=localsgd,every=7")
 ROUTED = ("mesh:ep=2",)
 # On a GPU only: on CPUs, tests/end_to_end/test_layouts.py has these and more.
 SPLIT = ("mesh:tp=2", "mesh:pp=2", "mesh:cp=2")
@@ -130,6 +138,7 @@ def few(precision: str) -> set[str]:
         return {SUMS[0], *first_of(REFUSED_BY, ROUNDED, without=ONLY_FP32)}
     chosen = {*SUMS, *ORDERS, "ddp", *list(other_data.MISTAKES)[:1], *ROUTED, *SETTINGS} - {"large buckets"}
     chosen |= first_of(REFUSED_BY, REFUSED_BY.values()) | {"one_rank_drifts_late", "one_tensor_stops_late"}
+    chosen |= first_of(REFUSED_APPROXIMATED, REFUSED_APPROXIMATED.values()) | set(APPROXIMATED)
     return chosen | first_of(REFUSED_SPLIT, IN_SPLIT) | first_of(REFUSED_ROUTED, IN_ROUTED)
 
 
@@ -180,6 +189,9 @@ def cases(device: str, precision: str, make: Callable[..., RunSpec]) -> dict[str
         mixed = common | {"model": f"tiny-moe:hidden={WIDTHS[device]},ffn=16,vocab=64", "steps": FEW_STEPS}
         found |= {name: make(f"adversary.routed:mistake={name}", **mixed) for name in routed.MISTAKES}
         found |= {name: make(name, **mixed) for name in ROUTED}
+        names = (f"adversary.approximated:mistake={name}" for name in approximated.MISTAKES)
+        found |= dict(zip(approximated.MISTAKES, (make(name, **common) for name in names), strict=True))
+        found |= {name: make(name, **common) for name in APPROXIMATED}
     if device == "cuda":
         found |= {name: make(name, **whole) for name in SPLIT}
     found |= {name: make(name, **common | settings) for name, settings in HONEST.items()}
@@ -227,7 +239,8 @@ def judged(
 def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
     """Also with all copies of the reference, which allow the largest deviations."""
     specs, _, certificates = judged
-    expected = {**REFUSED_BY, **REFUSED_SPLIT, **REFUSED_ROUTED, **dict.fromkeys(other_data.MISTAKES, "data")}
+    expected = {**REFUSED_BY, **REFUSED_SPLIT, **REFUSED_ROUTED, **REFUSED_APPROXIMATED}
+    expected |= dict.fromkeys(other_data.MISTAKES, "data")
     wrong = []
     for name, check in expected.items():
         if name in specs:
@@ -240,7 +253,7 @@ def test_every_mistake_is_refused_by_the_right_check(judged: Any) -> None:
 
 def test_honest_variations_are_certified_at_every_step(judged: Any) -> None:
     specs, certificates, _ = judged
-    for name in (name for name in (*HONEST, *SETTINGS, *SPLIT, *ROUTED) if name in specs):
+    for name in (name for name in (*HONEST, *SETTINGS, *SPLIT, *ROUTED, *APPROXIMATED) if name in specs):
         certificate = certificates[specs[name].run_id]
         assert certificate.reasons == (), name
         assert certificate.compared_steps == certificate.steps == specs[name].steps, name
@@ -250,5 +263,6 @@ def test_there_are_enough_of_both() -> None:
     assert set(REFUSED_BY) == set(planted.MISTAKES)
     assert set(REFUSED_SPLIT) == set(split.MISTAKES)
     assert set(REFUSED_ROUTED) == set(routed.MISTAKES)
+    assert set(REFUSED_APPROXIMATED) == set(approximated.MISTAKES)
     assert len(REFUSED_BY) + len(other_data.MISTAKES) >= 30
     assert len(HONEST) + len(SETTINGS) >= 10

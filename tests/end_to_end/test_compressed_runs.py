@@ -43,6 +43,8 @@ def test_every_method_is_certified_as_what_it_declares(traded: Any) -> None:
         checks = {check["name"]: check for check in certificates[record.spec.run_id]["checks"]}
         assert "not equal work" in checks["approximation"]["expected"]
         assert checks["data"]["ok"]
+        assert checks["loss of the first step"]["ok"]
+        assert checks["weights after the window"]["ok"], "nine steps end with an average"
         assert checks["matrix products"]["ok"]
         assert "loss trajectory" not in checks
     exact = {c["name"] for c in certificates[traded.record("ddp").spec.run_id]["checks"]}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+from paceline.errors import require
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 
@@ -68,6 +69,15 @@ class Layout:
     reshard_to: int = 0
     sync_every_micro_batch: bool = False
     gather_once: bool = False
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Layout:
+        """As spec.json stores it, without names that only another version of Paceline knows."""
+        known = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
+        for name in ("dp", "cp", "tp", "pp", "ep", "shard", "virtual"):
+            valid = type(known.get(name, 1)) is int and known.get(name, 1) >= 1
+            require(valid, f"layout.{name}", known.get(name), "a whole number from 1")
+        return cls(**{**known, "split": tuple(known.get("split", ()))})
 
     @property
     def world_size(self) -> int:
@@ -270,10 +280,12 @@ class Planned(Protocol):
     @property
     def topology(self) -> Any: ...
 
+    def says(self, function: str) -> Any: ...
+
 
 def layout_of(spec: Planned) -> Layout:
     """The layout of a run. A strategy that does not declare one has one replica per process."""
-    return layout_on(spec.strategy, spec.topology.world_size)
+    return declared_layout(spec) or Layout(dp=spec.topology.world_size)
 
 
 def layout_on(strategy: Choice | None, world_size: int) -> Layout:
@@ -283,7 +295,8 @@ def layout_on(strategy: Choice | None, world_size: int) -> Layout:
 
 def declared_layout(spec: Planned) -> Layout | None:
     """The layout that the strategy of a run declares, if it does."""
-    return _declared(spec.strategy, spec.topology.world_size)
+    found: Layout | None = spec.says("layout")
+    return found
 
 
 def replicas_of(strategy: Choice | None, world_size: int) -> int:

@@ -93,6 +93,10 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+# Functions of a strategy whose results are stored with its runs if it is not shipped (see `RunSpec.says`).
+ANSWERS = ("layout", "approximation", "approximates_loss", "averages_every", "reductions_per_step")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """What a workload is, declared in its module: `TRAITS = Traits(trains=True, certified=True)`.

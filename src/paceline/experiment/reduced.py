@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.experiment.choices import Choice
-from paceline.experiment.layout import layout_of, replicas_of
+from paceline.experiment.layout import layout_of
 from paceline.experiment.proof import Reduction
 from paceline.experiment.spec import RunSpec, WarmUp
 
@@ -17,7 +17,7 @@ def reduced(spec: RunSpec, to: Reduction) -> RunSpec:
     A split of layers over stages keeps its proportions.
     """
     training, strategy, layout = spec.training, spec.strategy, layout_of(spec)
-    share = training.micro_batch * replicas_of(strategy, spec.topology.world_size)
+    share = training.micro_batch * layout.dp
     if strategy is not None and layout.split and to.layers != to.of_layers:
         split = "+".join(map(str, scaled_split(layout.split, to.layers)))
         strategy = Choice(strategy.name, {**strategy.options, "layers": split})

@@ -29,7 +29,7 @@ from paceline.experiment import plugins
 from paceline.experiment.choices import Choice as Choice
 from paceline.experiment.compilation import Compilation, compilation
 from paceline.experiment.factorial import Design
-from paceline.experiment.layout import replicas_of
+from paceline.experiment.layout import Layout, layout_of
 from paceline.experiment.plugins import Traits
 from paceline.experiment.proof import Proof, Reduction
 from paceline.experiment.script import UNKNOWN_MODEL, Script
@@ -258,8 +258,9 @@ class RunSpec:
     it recognises its job and checkpoints. contents: digests of the files that `model` and `data` name, so that changed
     data under the same path is different work. env: variables of the ranks (see `variables`). proof: what to do if the
     reference does not fit. reduction: the mark of a run of a proof group. declared: what plugins from other
-    packages declared when the run was stored (kind -> name -> constants of plugins.DECLARED), so that it can be read
-    where they are not installed; None before. Neither design, proof, lineage nor declared is part of an identity.
+    packages declared when the run was stored, so that it can be read where they are not installed; None before: kind ->
+    name -> constants of plugins.DECLARED, and strategies -> strategy -> results of plugins.ANSWERS. Neither design,
+    proof, lineage nor declared is part of an identity.
     """
 
     experiment: str
@@ -322,8 +323,7 @@ class RunSpec:
     @cached_property
     def global_batch(self) -> int:
         """Sequences per optimizer step over all data parallel replicas."""
-        replicas = replicas_of(self.strategy, self.topology.world_size)
-        return self.training.micro_batch * self.training.accumulation * replicas
+        return self.training.micro_batch * self.training.accumulation * layout_of(self).dp
 
     @property
     def tokens_per_step(self) -> int:
@@ -365,9 +365,31 @@ class RunSpec:
 
         Such runs are not equal work: they are compared by speed, bytes and loss together (`compare.tradeoffs`).
         """
-        plugin = plugins.find("strategies", self.strategy.name) if self.strategy else None
-        described = getattr(plugin, "approximation", None)
-        return described(self.strategy.options) if described and self.strategy else None
+        described: str | None = self.says("approximation")
+        return described
+
+    def says(self, function: str) -> Any:
+        """What one of `plugins.ANSWERS` of the strategy returns for this run; None if the strategy does not have it.
+
+        A strategy that is not installed here is known by what it said when the run was stored.
+        """
+        strategy = self.strategy
+        if strategy is None:
+            return None
+        plugin = plugins.find("strategies", strategy.name)
+        if plugin is None:
+            return (self.declared or {}).get("strategies", {}).get(str(strategy), {}).get(function)
+        more = {"layout": [self.topology.world_size], "reductions_per_step": [self.training.accumulation]}
+        answer = getattr(plugin, function, None)
+        return None if answer is None else answer(strategy.options, *more.get(function, []))
+
+    def _answers(self) -> dict[str, Any]:
+        """What the strategy says about this run, as spec.json stores it; empty for a shipped one."""
+        if self.strategy is None or plugins.is_shipped("strategies", self.strategy.name):
+            return {}
+        said = {function: self.says(function) for function in plugins.ANSWERS}
+        plain = {name: dataclasses.asdict(x) if isinstance(x, Layout) else x for name, x in said.items()}
+        return {name: answer for name, answer in plain.items() if answer is not None}
 
     @property
     def starts_servers(self) -> bool:
@@ -548,6 +570,8 @@ class RunSpec:
             if choice is not None and constants is not None:
                 plain = {k: dataclasses.asdict(v) if isinstance(v, Traits) else v for k, v in constants.items()}
                 declared.setdefault(kind, {})[choice.name] = plain
+        if answers := self._answers():
+            declared["strategies"] = {str(self.strategy): answers}
         if declared:
             return {**values, "declared": declared}
         del values["declared"]
@@ -557,6 +581,9 @@ class RunSpec:
     def from_dict(cls, raw: Mapping[str, Any]) -> RunSpec:
         """The inverse of `to_dict`. The store migrates older schemas first."""
         values = {"declared": {}, **{key: value for key, value in raw.items() if key != "schema"}}
+        if answers := values["declared"].get("strategies"):
+            read = {name: _with_layout(said) for name, said in answers.items()}
+            values["declared"] = {**values["declared"], "strategies": read}
         training = dict(values["training"])
         training |= {"precision": Precision(**training["precision"]), "data": Choice(**training["data"])}
         values |= {
@@ -607,6 +634,11 @@ def _short_name(choice: Choice, contents: str | None) -> str:
 
 def _last_part(value: Scalar) -> Scalar:
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
+
+
+def _with_layout(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a strategy said about a run, from spec.json."""
+    return {**said, "layout": Layout.from_dict(said["layout"])} if said.get("layout") else dict(said)
 
 
 def _plain(value: Any) -> Any:

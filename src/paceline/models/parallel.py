@@ -141,7 +141,8 @@ FORMULAS: Mapping[str, str] = {
     "cp": "ring: L * K,V * (4(n-1)b + 2n*4); ulysses: (n-1)/n * L * (4H + 4K)d * b per token",
     "ep": "4(n-1)/n * L * A * k with k experts per token, if all ranks get as many tokens",
     "shard": "(n-1)/n * E * (G * b * (2 for blocks, 1 for the rest) + r); with reshard_to, "
-    "that is the n of a block's second gather; in a pipeline and with gather_once, (n-1)/n * E * (b + r)",
+    "that is the n of a block's second gather; in a pipeline and with gather_once, (n-1)/n * E * (b + r); without the "
+    "padding of weights whose rows n does not divide",
     "replicate": "2(n-1)/n * E / shard * r",
 }
 

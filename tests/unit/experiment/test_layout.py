@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -206,3 +209,34 @@ def test_experts_are_spread_over_data_parallel_ranks() -> None:
     assert (layout.expert_shard, layout.expert_replicate, layout.sizes()) == (2, 1, {"ep": 2, "shard": 4})
     assert layout.picture(2, 8)[2] == "   1        1  4-7      2 of 4"
     assert Layout(dp=4, ep=4).picture(2, 4)[4] == "   3        3  3"
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A strategy of another package, as a module that is imported; call the result to be where it is not installed."""
+    module: Any = types.ModuleType("elsewhere.halves")
+    module.check = lambda spec: None
+    module.wrap = lambda spec, seat: None
+    module.layout = lambda options, world_size: Layout(dp=world_size // 2, pp=2, split=(3, 1))
+    module.approximation = lambda options: f"{options['bits']} bits"
+    module.averages_every = lambda options: 4
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return lambda: monkeypatch.delitem(sys.modules, module.__name__)
+
+
+def test_a_strategy_of_another_package_is_known_where_it_is_not_installed(
+    make_spec: Callable[..., RunSpec], elsewhere: Callable[[], None]
+) -> None:
+    spec = make_spec("elsewhere.halves:bits=2", processes=4, accumulation=4)
+    stored, work = json.dumps(spec.to_dict()), spec.work
+    elsewhere()
+    read = RunSpec.from_dict(json.loads(stored))
+    assert layout_of(read) == Layout(dp=2, pp=2, split=(3, 1))
+    assert (read.approximation, read.says("averages_every"), read.says("reductions_per_step")) == ("2 bits", 4, None)
+    assert (read.global_batch, read.work) == (4 * 2 * spec.training.micro_batch, work)
+    assert json.dumps(read.to_dict()) == stored
+    without = {key: value for key, value in json.loads(stored).items() if key != "declared"}
+    assert layout_of(RunSpec.from_dict(without)) == Layout(dp=4), "as in runs stored before"
+    stored = stored.replace('"dp": 2', '"dp": 0')
+    with pytest.raises(RequestError, match=r"layout.dp: got 0, expected a whole number from 1"):
+        RunSpec.from_dict(json.loads(stored))

@@ -16,7 +16,6 @@ import numpy as np
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training.window import StepTable, step_table
-from paceline.experiment import plugins
 from paceline.experiment.layout import Layout, layout_of
 from paceline.experiment.proof import Reduction
 from paceline.experiment.reduced import configuration, reduced
@@ -221,15 +220,9 @@ def silent_ranks(run: Observed) -> list[str]:
     return [f"rank {r} left no evidence" for r in range(run.spec.topology.world_size) if r not in run.evidence]
 
 
-def plugin_of(run: Observed) -> Any:
-    """The module of the run's strategy; None if it is not known here."""
-    return plugins.find("strategies", run.spec.strategy.name) if run.spec.strategy else None
-
-
 def averages_every(run: Observed) -> int:
     """The number of steps after which all ranks have the same weights."""
-    plugin, strategy = plugin_of(run), run.spec.strategy
-    return int(plugin.averages_every(strategy.options)) if strategy and hasattr(plugin, "averages_every") else 1
+    return int(run.spec.says("averages_every") or 1)
 
 
 def trained_count(run: Observed) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from paceline.analysis.findings import Check
-from paceline.analysis.training.certificate.observed import Observed, Standard, checked, plugin_of, trained_count
+from paceline.analysis.training.certificate.observed import Observed, Standard, checked, trained_count
 from paceline.experiment import plugins
 from paceline.experiment.layout import declared_layout
 from paceline.models import arithmetic, parallel
@@ -50,11 +50,7 @@ def only_adapters(run: Observed, standard: Standard) -> Check | None:
 
 def reductions_per_step(run: Observed) -> int:
     """How often gradients are reduced: once, unless the strategy says otherwise."""
-    strategy = run.spec.strategy
-    plugin = plugin_of(run)
-    if strategy is None or not hasattr(plugin, "reductions_per_step"):
-        return 1
-    return int(plugin.reductions_per_step(strategy.options, run.spec.training.accumulation))
+    return int(run.spec.says("reductions_per_step") or 1)
 
 
 def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[tuple[int, int]]:

@@ -20,7 +20,6 @@ from paceline.analysis.training.certificate.observed import (
     checked,
     compared_values,
     first_values,
-    plugin_of,
     steps_text,
 )
 from paceline.experiment.proof import Reduction
@@ -239,10 +238,7 @@ def loss_curve(run: Observed, standard: Standard) -> LossCurve | None:
 
 def first_loss(run: Observed, standard: Standard) -> Check | None:
     """A strategy that approximates gradients has the exact loss until its first update."""
-    plugin = plugin_of(run)
-    if standard.plain is None or run.spec.strategy is None:
-        return None
-    if hasattr(plugin, "approximates_loss") and plugin.approximates_loss(run.spec.strategy.options):
+    if standard.plain is None or run.spec.says("approximates_loss"):
         return None
     name, first = "loss of the first step", min(run.steps, default=0)
     deviation = compared_deviations(run, standard, LOSS).get(first)
