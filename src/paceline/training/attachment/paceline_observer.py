@@ -173,6 +173,9 @@ class Observer:
         if not size:
             return
         is_root = self.root is None or size > self.facts.get("size", 0)
+        if not self.stepped and self.root is not None:
+            # A wrapper of a model that the script had called without it.
+            is_root = is_root or any(each is self.root for each in module.modules())
         if not is_root and facts.shares_weights(module, self.models()):
             return
         if self.is_blind and not self.see_again():
@@ -264,14 +267,24 @@ class Observer:
 
     @guarded
     def note_new_optimizer(self) -> None:
-        """A script that makes another optimizer while it trains may train another model with it, as notebooks do."""
+        """A script that makes another optimizer while it trains may train another model with it, as notebooks do. What
+        was called before the first optimizer, to look at shapes, was no training."""
         if self.step is None and not self.readout.steps:
+            return
+        if not self.stepped and not self.is_blind and not self.is_tracked and not self.has_gone_back():
+            self.step, self.reader, self.reader_reads_text = None, None, False
+            self.facts = {name: self.facts[name] for name in ("size", "device") if name in self.facts}
+            self.sources.clear()
             return
         # Hooks would become part of what is compiled.
         if not self.facts.get("compiled"):
             self.last_discovery = self.readout.steps + (self.step is not None)
             if not self.global_handles:
                 self.start_discovery()
+
+    def has_gone_back(self) -> bool:
+        """Whether the open step has a backward pass."""
+        return self.step is not None and any(phase == "backward" for phase, *_ in self.step.spans)
 
     def stop_discovery(self) -> None:
         for handle in self.global_handles:
@@ -294,6 +307,8 @@ class Observer:
         if not step.batches and (self.last_end is not None or self.is_tracked):
             step.spans.append(("data_wait", step.begin, now))
         self.announced = None
+        if self.reader is None and self.first is None:
+            self.first = module
         if self.first is None and self.closure_calls < 2:
             source = step.source
             if source is module or source is None or module is self.reader:
