@@ -115,7 +115,9 @@ class Observer:
         self.last_rates: set[float] | None = None
         self.rates_text = b""
         self.sources: Counter[str] = Counter()
-        self.stepped: dict[int, Any] = {}
+        # By number, the optimizers that have stepped with the step in which they first did, and their groups.
+        self.stepped: dict[int, tuple[Any, int]] = {}
+        self.groups: dict[int, tuple[str, Any]] = {}
         self.wire: Any = None
         self.profiler: Any = None
         self.tracked: dict[str, Any] = {}
@@ -207,7 +209,8 @@ class Observer:
             return False
         self.is_blind, self.root, self.step = False, None, None
         self.others, self.read, self.reader, self.reader_reads_text = [], [], None, False
-        self.facts, self.stepped, self.rates, self.layouts = {}, {}, hashlib.sha256(), {}
+        self.facts, self.stepped, self.groups, self.layouts = {}, {}, {}, {}
+        self.rates = hashlib.sha256()
         self.sources.clear()
         return True
 
@@ -478,19 +481,26 @@ class Observer:
             self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: Any) -> None:
+        known = self.stepped.get(id(optimizer))
         # One that steps others, as torchtitan's container, would count their groups twice.
-        if id(optimizer) not in self.stepped and not isinstance(getattr(optimizer, "optimizers", None), list):
+        if known is None and isinstance(getattr(optimizer, "optimizers", None), list):
+            return
+        if known is None:
             # The optimizer is kept, so that its number is not given to another one.
-            self.stepped[id(optimizer)] = optimizer
-            self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
+            self.stepped[id(optimizer)] = optimizer, self.readout.steps
+        elif known[1] != self.readout.steps:
+            return
+        # DeepSpeed steps its groups one by one, and shows the optimizer one of them each time.
+        for group in optimizer.param_groups:
+            if id(group) not in self.groups:
+                self.groups[id(group)] = type(optimizer).__name__, group
+                self.facts.setdefault("groups", []).append(facts.group_of(*self.groups[id(group)]))
+        if known is None:
             number, self.read = len(self.read), facts.disjoint([*self.read, *self.models()])
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
             elif len(self.read) > number:
                 self.read_more(number)
-
-    def groups_now(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.stepped.values() for group in facts.groups_of(optimizer)]
 
     def note_rates(self, rates: set[float]) -> None:
         """The learning rates of a step: frameworks split the same parameters into other numbers of groups, and step
@@ -720,7 +730,9 @@ class Observer:
         is_known = self.root is not None and not self.facts.get("crash")
         final = weights.digests_of(self.read) if is_known else None
         self.facts.setdefault("crash", self.failed_exit)
-        self.facts["changed"] = facts.changed(self.facts.get("groups") or [], self.groups_now())
+        self.facts["changed"] = facts.changed(
+            self.facts.get("groups") or [], [facts.group_of(*each) for each in self.groups.values()]
+        )
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None

@@ -74,6 +74,22 @@ for width in (2, 64, 8):
         optimizer.step()
         losses.append(loss.item())
 """
+# DeepSpeed's stages 1 and 2 show the optimizer one group at a time.
+ONE_BY_ONE = """
+model = Sequential(Linear(5, 8), Tanh(), Linear(8, 1))
+decayed, others = ([p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False))
+optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+every = optimizer.param_groups
+for step in range(3):
+    loss = model(torch.randn(16, 5)).pow(2).mean()
+    loss.backward()
+    losses.append(loss.item())
+    for group in every:
+        optimizer.param_groups = [group]
+        optimizer.step()
+    optimizer.param_groups = every
+    optimizer.zero_grad()
+"""
 # A model that is called once to look at its output, before it is wrapped and has an optimizer.
 LOOKED_AT = """
 import os
@@ -209,3 +225,10 @@ def test_what_is_called_before_the_first_optimizer_is_no_training(seen: Any, wra
     assert [s["loss"] for s in steps] == pytest.approx(losses)
     assert (facts["wrapper"], facts["sample"], facts["parameters"]) == (wrapper, "5", 57)
     assert facts["sources"] == {"samples": 3, "loss:backward": 3}
+
+
+def test_groups_that_are_stepped_one_by_one_are_all_recorded(seen: Any) -> None:
+    steps, facts, _ = seen(ONE_BY_ONE)
+    assert len(steps) == 3
+    assert [(group["weight_decay"], group["elements"]) for group in facts["groups"]] == [(0.1, 48), (0.0, 9)]
+    assert facts["changed"] == ""
