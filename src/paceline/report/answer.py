@@ -289,11 +289,15 @@ def _without_choice(report: Report) -> list[str]:
 
 
 def _why_no_answer(report: Report) -> str:
-    """That nothing was measured, if every run failed or only proved something; else that nothing differs."""
+    """That nothing was measured, if every run failed or only proved something; that scripts did different work; else
+    that nothing differs."""
     found = [run for run in report.runs if not run.proves_only]
     if not found:
         alone = proof_runs_text(report)
         return f"{alone}." if alone else NO_ANSWER
+    works = {c.cell: c.work for c in report.certificates if c.level}
+    if len(works) > 1 and len(set(works.values())) == len(works):
+        return f"No recommendation: these {len(works)} configurations did different work; the notes say what differs."
     ended_badly = [run for run in found if run.is_failure or run.status == _UNSUPPORTED]
     if len(ended_badly) < len(found) or not any(run.is_failure for run in found):
         return NO_ANSWER

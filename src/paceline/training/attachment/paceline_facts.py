@@ -185,21 +185,18 @@ def _is_compiled(root: Any) -> bool:
     return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in root.modules())
 
 
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Each parameter group with its class, hyper-parameters and number of elements on this rank."""
-    found = []
-    for group in optimizer.param_groups:
-        values: dict[str, Any] = {"class": type(optimizer).__name__}
-        for name, value in sorted(group.items()):
-            if name in IMPLEMENTATION:
-                continue
-            if isinstance(value, list | tuple):
-                values |= {f"{name}[{i}]": float(x) for i, x in enumerate(value) if isinstance(x, int | float)}
-            elif value is None or isinstance(value, bool | int | float | str):
-                values[name] = value
-        values["elements"] = sum(p.numel() for p in group["params"] if p.requires_grad or p.grad is not None)
-        found.append(values)
-    return found
+def group_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group with the class of its optimizer, hyper-parameters and number of elements on this rank."""
+    values: dict[str, Any] = {"class": kind}
+    for name, value in sorted(group.items()):
+        if name in IMPLEMENTATION:
+            continue
+        if isinstance(value, list | tuple):
+            values |= {f"{name}[{i}]": float(x) for i, x in enumerate(value) if isinstance(x, int | float)}
+        elif value is None or isinstance(value, bool | int | float | str):
+            values[name] = value
+    values["elements"] = sum(p.numel() for p in group["params"] if p.requires_grad or p.grad is not None)
+    return values
 
 
 def changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
@@ -209,8 +206,6 @@ def changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]
     >>> changed([{"lr": 1.0, "weight_decay": 0.1}], [{"lr": 0.5, "weight_decay": 0.0}])
     'weight_decay 0.1 to 0.0'
     """
-    if len(before) != len(now):
-        return f"{len(before)} to {len(now)} groups"
     found = {
         f"{name} {own.get(name)} to {value}": None
         for own, group in zip(before, now, strict=True)

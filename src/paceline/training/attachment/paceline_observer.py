@@ -115,7 +115,9 @@ class Observer:
         self.last_rates: set[float] | None = None
         self.rates_text = b""
         self.sources: Counter[str] = Counter()
-        self.stepped: dict[int, Any] = {}
+        # By number, the optimizers that have stepped with the step in which they first did, and their groups.
+        self.stepped: dict[int, tuple[Any, int]] = {}
+        self.groups: dict[int, tuple[str, Any]] = {}
         self.wire: Any = None
         self.profiler: Any = None
         self.tracked: dict[str, Any] = {}
@@ -173,6 +175,9 @@ class Observer:
         if not size:
             return
         is_root = self.root is None or size > self.facts.get("size", 0)
+        if not self.stepped and self.root is not None:
+            # A wrapper of a model that the script had called without it.
+            is_root = is_root or any(each is self.root for each in module.modules())
         if not is_root and facts.shares_weights(module, self.models()):
             return
         if self.is_blind and not self.see_again():
@@ -204,7 +209,8 @@ class Observer:
             return False
         self.is_blind, self.root, self.step = False, None, None
         self.others, self.read, self.reader, self.reader_reads_text = [], [], None, False
-        self.facts, self.stepped, self.rates, self.layouts = {}, {}, hashlib.sha256(), {}
+        self.facts, self.stepped, self.groups, self.layouts = {}, {}, {}, {}
+        self.rates = hashlib.sha256()
         self.sources.clear()
         return True
 
@@ -264,14 +270,24 @@ class Observer:
 
     @guarded
     def note_new_optimizer(self) -> None:
-        """A script that makes another optimizer while it trains may train another model with it, as notebooks do."""
+        """A script that makes another optimizer while it trains may train another model with it, as notebooks do. What
+        was called before the first optimizer, to look at shapes, was no training."""
         if self.step is None and not self.readout.steps:
+            return
+        if not self.stepped and not self.is_blind and not self.is_tracked and not self.has_gone_back():
+            self.step, self.reader, self.reader_reads_text = None, None, False
+            self.facts = {name: self.facts[name] for name in ("size", "device") if name in self.facts}
+            self.sources.clear()
             return
         # Hooks would become part of what is compiled.
         if not self.facts.get("compiled"):
             self.last_discovery = self.readout.steps + (self.step is not None)
             if not self.global_handles:
                 self.start_discovery()
+
+    def has_gone_back(self) -> bool:
+        """Whether the open step has a backward pass."""
+        return self.step is not None and any(phase == "backward" for phase, *_ in self.step.spans)
 
     def stop_discovery(self) -> None:
         for handle in self.global_handles:
@@ -294,6 +310,8 @@ class Observer:
         if not step.batches and (self.last_end is not None or self.is_tracked):
             step.spans.append(("data_wait", step.begin, now))
         self.announced = None
+        if self.reader is None and self.first is None:
+            self.first = module
         if self.first is None and self.closure_calls < 2:
             source = step.source
             if source is module or source is None or module is self.reader:
@@ -463,19 +481,26 @@ class Observer:
             self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: Any) -> None:
+        known = self.stepped.get(id(optimizer))
         # One that steps others, as torchtitan's container, would count their groups twice.
-        if id(optimizer) not in self.stepped and not isinstance(getattr(optimizer, "optimizers", None), list):
+        if known is None and isinstance(getattr(optimizer, "optimizers", None), list):
+            return
+        if known is None:
             # The optimizer is kept, so that its number is not given to another one.
-            self.stepped[id(optimizer)] = optimizer
-            self.facts.setdefault("groups", []).extend(facts.groups_of(optimizer))
+            self.stepped[id(optimizer)] = optimizer, self.readout.steps
+        elif known[1] != self.readout.steps:
+            return
+        # DeepSpeed steps its groups one by one, and shows the optimizer one of them each time.
+        for group in optimizer.param_groups:
+            if id(group) not in self.groups:
+                self.groups[id(group)] = type(optimizer).__name__, group
+                self.facts.setdefault("groups", []).append(facts.group_of(*self.groups[id(group)]))
+        if known is None:
             number, self.read = len(self.read), facts.disjoint([*self.read, *self.models()])
             if len(self.stepped) == 1:
                 self.read_start(optimizer)
             elif len(self.read) > number:
                 self.read_more(number)
-
-    def groups_now(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.stepped.values() for group in facts.groups_of(optimizer)]
 
     def note_rates(self, rates: set[float]) -> None:
         """The learning rates of a step: frameworks split the same parameters into other numbers of groups, and step
@@ -705,7 +730,9 @@ class Observer:
         is_known = self.root is not None and not self.facts.get("crash")
         final = weights.digests_of(self.read) if is_known else None
         self.facts.setdefault("crash", self.failed_exit)
-        self.facts["changed"] = facts.changed(self.facts.get("groups") or [], self.groups_now())
+        self.facts["changed"] = facts.changed(
+            self.facts.get("groups") or [], [facts.group_of(*each) for each in self.groups.values()]
+        )
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None

@@ -67,7 +67,7 @@ def observe(
         output = run_command(
             argv_of(spec, words, options, folder / f"nsys-{seat.rank}"), environment(spec, folder, options), reader
         )
-        if spec.script.starts_ranks and spec.topology.processes_per_node > 1:
+        if spec.script.starts_ranks:
             ended.write_text(json.dumps([output.code, list(output.lines)]))
     else:
         while not ended.exists() or not ended.read_text():
@@ -95,6 +95,9 @@ def observe(
     # Config files stay, as the script got them; what the observer wrote is in the record now.
     for left in (*folder.glob(f"rank-{seat.rank}.*"), *folder.glob(f"trace-{seat.rank}.json")):
         left.unlink()
+    if spec.topology.processes_per_node == 1:
+        # Other ranks of the node would still read it.
+        ended.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
 

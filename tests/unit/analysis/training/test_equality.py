@@ -21,6 +21,7 @@ from paceline.analysis.training.certificate.observed import observe
 from paceline.analysis.training.equality import grade_between
 from paceline.experiment.script import Script
 from paceline.host.prices import Price
+from paceline.report.answer import answer
 from paceline.report.charts import money, training
 from paceline.report.exporters.csv import cells_text
 from paceline.report.summary import headline, light
@@ -257,6 +258,7 @@ def test_less_work_is_different_and_never_ranked(cheat: dict[str, Any], what: st
     assert not report.comparisons
     assert not report.recommendations
     assert len({m.cell for m in report.measurements}) == 2
+    assert answer(report)[0].startswith("No recommendation: these 2 configurations did different work")
 
 
 def test_groups_are_compared_in_both_directions_and_by_size() -> None:

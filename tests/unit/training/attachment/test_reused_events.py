@@ -85,7 +85,7 @@ class Script:
         own.open_file = own.write_facts = lambda: None
         own.root, own.facts = torch.nn.Linear(1, 1), {"device": "cpu", "parameters": 2}
         self.optimizers = [torch.optim.SGD(own.root.parameters(), lr=0.1) for _ in range(2)]
-        own.stepped |= {id(each): each for each in self.optimizers}
+        own.stepped |= {id(each): (each, -1) for each in self.optimizers}
         self.ids = torch.zeros(1, 4, dtype=torch.int64)
 
     def forward(self) -> None:

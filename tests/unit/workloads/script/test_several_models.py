@@ -74,6 +74,39 @@ for width in (2, 64, 8):
         optimizer.step()
         losses.append(loss.item())
 """
+# DeepSpeed's stages 1 and 2 show the optimizer one group at a time.
+ONE_BY_ONE = """
+model = Sequential(Linear(5, 8), Tanh(), Linear(8, 1))
+decayed, others = ([p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False))
+optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+every = optimizer.param_groups
+for step in range(3):
+    loss = model(torch.randn(16, 5)).pow(2).mean()
+    loss.backward()
+    losses.append(loss.item())
+    for group in every:
+        optimizer.param_groups = [group]
+        optimizer.step()
+    optimizer.param_groups = every
+    optimizer.zero_grad()
+"""
+# A model that is called once to look at its output, before it is wrapped and has an optimizer.
+LOOKED_AT = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = Sequential(Linear(5, 8), Tanh(), Linear(8, 1))
+assert model(torch.zeros(3, 5)).shape == (3, 1)
+model = torch.nn.parallel.DistributedDataParallel(model) if wrapped else model
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(3):
+    loss = model(torch.randn(16, 5)).pow(2).mean()
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
 # What a loop gives by position, has the names of its forward pass, also in a wrapper.
 POSITIONAL = """
 class Model(torch.nn.Module):
@@ -183,3 +216,19 @@ def test_arguments_without_a_keyword_have_the_names_of_the_forward_pass(seen: An
     steps, _, losses = seen(POSITIONAL)
     assert [(s["tokens"], s["positions"], s["label_tokens"]) for s in steps] == [(33, 40, 33)] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+@pytest.mark.parametrize(("wrapped", "wrapper"), [(True, "DDP"), (False, "none")])
+def test_what_is_called_before_the_first_optimizer_is_no_training(seen: Any, wrapped: bool, wrapper: str) -> None:
+    steps, facts, losses = seen(f"wrapped = {wrapped}\n{LOOKED_AT}")
+    assert [(s["samples"], s["micro_batches"]) for s in steps] == [(16, 1)] * 3
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert (facts["wrapper"], facts["sample"], facts["parameters"]) == (wrapper, "5", 57)
+    assert facts["sources"] == {"samples": 3, "loss:backward": 3}
+
+
+def test_groups_that_are_stepped_one_by_one_are_all_recorded(seen: Any) -> None:
+    steps, facts, _ = seen(ONE_BY_ONE)
+    assert len(steps) == 3
+    assert [(group["weight_decay"], group["elements"]) for group in facts["groups"]] == [(0.1, 48), (0.0, 9)]
+    assert facts["changed"] == ""
