@@ -29,9 +29,13 @@ INTEGRAL = (torch.int64, torch.int32, torch.int16)
 
 
 def argument_names(module: Any) -> list[str]:
-    """The names of the positional arguments of a model's forward pass, inside wrappers that pass on what they get."""
+    """The names of the positional arguments of a model's forward pass, inside wrappers that pass on what they get; none
+    if it does not say, as that of a traced model."""
     for _ in range(MOST_WRAPPERS):
-        parameters = inspect.signature(module.forward).parameters.values()
+        try:
+            parameters = inspect.signature(module.forward).parameters.values()
+        except (TypeError, ValueError):
+            return []
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             inner = getattr(module, "_orig_mod", getattr(module, "module", None))
             if isinstance(inner, torch.nn.Module):

@@ -37,7 +37,7 @@ from paceline_steps import Batch, Readout, Step
 WIRE_STEP = 2
 LAST_LINES = 30
 LOSS_SOURCES = {source: f"loss:{source}" for source in ("track", "output", "backward", "none")}
-is_compiling = torch.compiler.is_compiling
+is_compiling, is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
 # A union such as `int | float` would be made again in every step.
 NUMBER, SEQUENCE = (float, int), (list, tuple)
 
@@ -68,7 +68,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         # The first line, because the hook becomes part of what is compiled.
-        if is_compiling() or self._observer.broken is not None:
+        if is_compiling() or is_tracing() or self._observer.broken is not None:
             return
         try:
             self._method(*args)
@@ -151,7 +151,7 @@ class Observer:
 
     def discover(self, module: Any, args: Any) -> None:
         """Global hook before every forward pass, until the module that the script trains is known."""
-        if is_compiling():
+        if is_compiling() or is_tracing():
             return
         self.depth += 1
         if self.depth == 1 and torch.is_grad_enabled() and self.root is not module:
@@ -160,7 +160,7 @@ class Observer:
             self.note_inner_autocast()
 
     def leave_module(self, module: Any, args: Any, output: Any) -> None:
-        if not is_compiling():
+        if not (is_compiling() or is_tracing()):
             self.depth = max(0, self.depth - 1)
 
     @guarded

@@ -138,6 +138,19 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+# A traced model does not say what its arguments are called. Tracing fails if hooks compute anything meanwhile.
+TRACED = """
+import warnings
+warnings.simplefilter("error", torch.jit.TracerWarning)
+model = torch.jit.trace(Sequential(Linear(5, 3), Linear(3, 1)), torch.zeros(1, 5))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    loss = model(torch.randn(16, 5)).pow(2).mean()
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 SCALED = """
 model, scaler = Linear(8, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -215,6 +228,12 @@ def test_a_model_that_a_later_optimizer_trains_is_seen(seen: Any) -> None:
 def test_arguments_without_a_keyword_have_the_names_of_the_forward_pass(seen: Any) -> None:
     steps, _, losses = seen(POSITIONAL)
     assert [(s["tokens"], s["positions"], s["label_tokens"]) for s in steps] == [(33, 40, 33)] * 3
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+def test_a_traced_model_is_seen(seen: Any) -> None:
+    steps, _, losses = seen(TRACED)
+    assert [s["samples"] for s in steps] == [16] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)
 
 
