@@ -172,7 +172,8 @@ class Observer:
     def adopt(self, module: Any, args: Any) -> None:
         """Take a module that is called by itself and learns as a model of the script, the largest as its root."""
         size = facts.trained_elements(module)
-        if not size:
+        # A scripted model takes no hooks: its steps are known by their backward passes, as those of compiled code.
+        if not size or isinstance(module, torch.jit.RecursiveScriptModule):
             return
         is_root = self.root is None or size > self.facts.get("size", 0)
         if not self.stepped and self.root is not None:
@@ -224,6 +225,7 @@ class Observer:
                 self.step.begin = self.clock.mark()
                 self.step.spans.clear()
 
+    @guarded
     def hook_models(self) -> None:
         for module in self.models():
             before, after = Hook(self, self.before_forward), Hook(self, self.after_forward)

@@ -151,6 +151,18 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+# A scripted model takes no hooks.
+SCRIPTED = """
+model = torch.jit.script(Linear(5, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    loss = model(torch.randn(16, 5)).pow(2).mean()
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save(model.state_dict(), "model.pt")
+"""
 SCALED = """
 model, scaler = Linear(8, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -235,6 +247,12 @@ def test_a_traced_model_is_seen(seen: Any) -> None:
     steps, _, losses = seen(TRACED)
     assert [s["samples"] for s in steps] == [16] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+def test_steps_of_a_scripted_model_are_seen_without_their_data(seen: Any) -> None:
+    steps, facts, losses = seen(SCRIPTED)
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert facts["sources"] == {"unseen": 3, "loss:backward": 3}
 
 
 @pytest.mark.parametrize(("wrapped", "wrapper"), [(True, "DDP"), (False, "none")])
