@@ -26,7 +26,9 @@ def run(strategy: str | None, seed: int, seconds: float, off: float = 0.0, mbit:
     launcher = Choice("local", {"network_mbit": mbit} if mbit else {})
     reference: dict[str, Any] = {"world_size": 1, "workload": "reference", "accumulation": 4}
     spec = build_spec(strategy, seed=seed, launcher=launcher, **({} if strategy else reference))
-    return build_record(spec, steps=build_steps(spec, seconds, off=off))
+    # Before the first update there is nothing to be off.
+    exact = [step for step in build_steps(spec, seconds) if step.step == 0]
+    return build_record(spec, steps=(*exact, *(s for s in build_steps(spec, seconds, off=off) if s.step)))
 
 
 def reported(offs: dict[int, float], mbit: float | None = None, seconds: float = 0.5) -> Report:
