@@ -29,6 +29,7 @@ from paceline.analysis.findings import (
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.grouping import grouped
 from paceline.report.text.cells import (
+    SCRIPT,
     THROUGHPUT,
     WIRE,
     WIRE_FORMULA,
@@ -218,7 +219,8 @@ def _ranking_columns(group: Group) -> list[Filled[Row]]:
         _metric(group, THROUGHPUT, "", 0, interval=True),
         (Column("vs best"), lambda row: _versus(row, group)),
         (
-            Column("equal work", priority=1),
+            # The level of a script's work is beside every verdict.
+            Column("equal work", priority=0 if group.heading == SCRIPT else 1),
             lambda row: Cell(
                 f"{group.levels.get(row.cell, CERTIFIED)}, {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}",
                 "",

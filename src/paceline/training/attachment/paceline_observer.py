@@ -37,7 +37,8 @@ from paceline_steps import Batch, Readout, Step
 WIRE_STEP = 2
 LAST_LINES = 30
 LOSS_SOURCES = {source: f"loss:{source}" for source in ("track", "output", "backward", "none")}
-is_compiling, is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
+is_compiling = torch.compiler.is_compiling
+is_tracing: Callable[[], bool] = torch.jit.is_tracing
 # A union such as `int | float` would be made again in every step.
 NUMBER, SEQUENCE = (float, int), (list, tuple)
 
@@ -173,7 +174,7 @@ class Observer:
         """Take a module that is called by itself and learns as a model of the script, the largest as its root."""
         size = facts.trained_elements(module)
         # A scripted model takes no hooks: its steps are known by their backward passes, as those of compiled code.
-        if not size or isinstance(module, torch.jit.RecursiveScriptModule):
+        if not size or type(module).__name__ == "RecursiveScriptModule":
             return
         is_root = self.root is None or size > self.facts.get("size", 0)
         if not self.stepped and self.root is not None:

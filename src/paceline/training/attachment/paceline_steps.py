@@ -179,7 +179,7 @@ def _scalars_of(steps: Iterable[Step]) -> dict[Key, tuple[list[Home], list[Any]]
         scalars.append(value if value.dim() == 0 else value.reshape(()))
 
     for step in steps:
-        fields = [(step, "norm", step.norm), (step, "divisor", step.divisor)]
+        fields: list[tuple[Any, str, Any]] = [(step, "norm", step.norm), (step, "divisor", step.divisor)]
         for batch in step.batches:
             fields += (batch, "tokens", batch.tokens), (batch, "labels", batch.labels)
             fields.append((batch, "predicted", batch.predicted))

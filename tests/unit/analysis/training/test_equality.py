@@ -389,3 +389,9 @@ def test_two_versions_are_graded_against_each_other() -> None:
     assert grade_between(before, [observe(run(repeat=n, code="v2")) for n in range(2)]).level == CERTIFIED
     slower = grade_between(before, [observe(run(repeat=n, code="v2", off=0.1)) for n in range(2)])
     assert slower.level == DIFFERENT
+
+
+def test_the_level_is_beside_each_row_although_all_rows_have_the_same() -> None:
+    (table,) = ranking(build([run(s, n, at=10.0 * n) for s in ("ddp", "fsdp") for n in range(2)], title=""))
+    level = [column.name for column in table.columns].index("equal work")
+    assert [row[level].text for row in table.rows] == ["certified, 2 runs"] * 2
