@@ -38,7 +38,7 @@ WIRE_STEP = 2
 LAST_LINES = 30
 LOSS_SOURCES = {source: f"loss:{source}" for source in ("track", "output", "backward", "none")}
 is_compiling = torch.compiler.is_compiling
-is_tracing: Callable[[], bool] = torch.jit.is_tracing
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # A union such as `int | float` would be made again in every step.
 NUMBER, SEQUENCE = (float, int), (list, tuple)
 
