@@ -40,7 +40,7 @@ _SEPARATOR = re.compile(r"[,:;\s]+")
 def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that affect speed, by an allow-list. Omits values that look like a secret or random text, repeat
     the value of a secret variable, or have a secret-like name."""
-    secrets = {v.strip() for k, v in environ.items() if _SECRET_NAME.search(k) and len(v.strip()) >= SHORTEST_SECRET}
+    secrets = secret_values(environ)
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -50,6 +50,11 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
         and not any(secret in value for secret in secrets)
         and not _looks_random(value)
     }
+
+
+def secret_values(environ: Mapping[str, str]) -> set[str]:
+    """The values of variables with a secret-like name, but for short ones, which other texts contain by chance."""
+    return {v.strip() for k, v in environ.items() if _SECRET_NAME.search(k) and len(v.strip()) >= SHORTEST_SECRET}
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import RequestError
-from paceline.host.environment import SECRET_VALUE, recorded_environment
+from paceline.host.environment import SECRET_VALUE, recorded_environment, secret_values
 
 MARK = "[redacted]"
+_PIECE = 1 << 23
 # Every repetition that more must follow is bounded: a node can send a line on which the search takes quadratic time.
 # Recognised by shape, or by name (`HF_TOKEN=...`, `password: ...`, `--api-key ...`, `X-Api-Key: ...`).
 _WORDS = (
@@ -148,6 +151,24 @@ def clean_facts(facts: Any) -> tuple[Any, int]:
 def clean_text(text: str) -> str:
     """A message of a run, such as its error, with secrets redacted."""
     return SECRET.sub(MARK, text)
+
+
+def mask_log(path: Path, environ: Mapping[str, str]) -> int:
+    """Overwrite secrets in a log by asterisks, and return how many there were: texts that look like one, and the values
+    of variables with a secret-like name. No byte moves, because a process that ends late may still append."""
+    values = [re.escape(value) for value in sorted(secret_values(environ), key=len, reverse=True)]
+    known = re.compile("|".join(values)) if values else None
+    count = begin = 0
+    with path.open("r+b") as log:
+        while piece := log.read(_PIECE) + log.readline():
+            # One character for each byte, so that places in the text are places in the file.
+            text = piece.decode("latin-1")
+            found = [*SECRET.finditer(text)] if _suspicious(text) else []
+            for match in (*found, *(known.finditer(text) if known else ())):
+                os.pwrite(log.fileno(), b"*" * len(match[0]), begin + match.start())
+                count += 1
+            begin += len(piece)
+    return count
 
 
 def _clean_value(value: Any) -> tuple[Any, int]:

@@ -53,7 +53,7 @@ PHASES = (
     *("start", "setup", "data", "forward", "backward", "optimizer", "checkpoint"),
     *("warmup", "timing", "verify", "done"),
 )
-JOB = "job.json"
+JOB, LOG = "job.json", "log.txt"
 # The last part is a note: free text of the workload.
 _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
@@ -137,6 +137,8 @@ def seal(
     """Write the last file of a run. lost: nodes that were lost and that the run continued without. steps: those of the
     run if they were read already; they are stored as columns then, instead of the lines of the ranks."""
     error = error and redaction.clean_text(error)
+    if (log := run_dir / LOG).is_file():
+        redaction.mask_log(log, os.environ)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
     body |= {"lost_nodes": list(lost)} if lost else {}
     if replaced := columns.write(run_dir, StepSeries.of(steps)):

@@ -6,6 +6,7 @@ import json
 import random
 import string
 import time
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,17 @@ def test_options_of_a_command_are_redacted_also_in_a_list_of_its_words() -> None
         cleaned = redaction.clean_text(text)
         assert "abcdef" not in cleaned
         assert "--lr" in cleaned
+
+
+def test_a_log_is_masked_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that look like a secret, and values of secret variables of any shape, also across pieces of a large log."""
+    monkeypatch.setattr(redaction, "_PIECE", 20)
+    log, token = tmp_path / "log.txt", "hf_" + "a1B2" * 8
+    lines = ["schön: step 1", f"login with {token}", "the word is correct horse", "step 2, tokens=512", "cut off"]
+    log.write_text("\n".join(lines))
+    late = log.open("ab")
+    assert redaction.mask_log(log, {"MY_PASSWORD": "correct horse", "SHORT_KEY": "step", "HOME": "schön"}) == 2
+    late.write(b", and more\n")
+    late.close()
+    masked = [lines[0], f"login with {'*' * len(token)}", f"the word is {'*' * 13}", *lines[3:]]
+    assert log.read_text() == "\n".join(masked) + ", and more\n"

@@ -104,6 +104,17 @@ def test_only_the_seal_makes_a_run_complete(tmp_path: Path, spec: RunSpec, make_
     assert store.read_run(run_dir).lost_nodes == ()
 
 
+def test_the_seal_masks_secrets_that_a_process_printed(
+    tmp_path: Path, spec: RunSpec, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKER_API_KEY", "correct-horse-battery")
+    run_dir = make_run(tmp_path, spec, None)
+    (run_dir / "log.txt").write_text("key: correct-horse-battery\n")
+    store.seal(run_dir, Status.OK, None, 1.0, 2.0)
+    assert "horse" not in (run_dir / "log.txt").read_text()
+    assert store.read_run(run_dir).status is Status.OK
+
+
 def test_a_fresh_attempt_sets_the_earlier_ones_aside(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
     for attempt in range(3):
         run_dir = make_run(tmp_path, spec, Status.FAILED, f"attempt {attempt}")
