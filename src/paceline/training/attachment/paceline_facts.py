@@ -28,6 +28,12 @@ INTEGRAL = (torch.int64, torch.int32, torch.int16)
 # --- batches and losses ---
 
 
+def is_transformed(module: Any) -> bool:
+    """Whether a model is called inside `torch.func`, or with fake tensors to find its shapes: neither has values."""
+    parameter = next(p for p in module.parameters() if p.requires_grad)
+    return type(parameter).__name__ == "FakeTensor" or torch.func.debug_unwrap(parameter) is not parameter
+
+
 def argument_names(module: Any) -> list[str]:
     """The names of the positional arguments of a model's forward pass, inside wrappers that pass on what they get; none
     if it does not say, as that of a traced model."""

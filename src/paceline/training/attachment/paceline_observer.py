@@ -174,7 +174,7 @@ class Observer:
         """Take a module that is called by itself and learns as a model of the script, the largest as its root."""
         size = facts.trained_elements(module)
         # A scripted model takes no hooks: its steps are known by their backward passes, as those of compiled code.
-        if not size or type(module).__name__ == "RecursiveScriptModule":
+        if not size or type(module).__name__ == "RecursiveScriptModule" or facts.is_transformed(module):
             return
         is_root = self.root is None or size > self.facts.get("size", 0)
         if not self.stepped and self.root is not None:

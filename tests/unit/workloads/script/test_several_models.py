@@ -151,6 +151,26 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+# Models that are called without values, before one is trained.
+WITHOUT_VALUES = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    Linear(9, 9)(torch.zeros(2, 9))
+model = Sequential(Linear(5, 8), Tanh(), Linear(8, 1))
+parameters = {name: p.detach() for name, p in model.named_parameters()}
+def apply(own, inputs):
+    return torch.func.functional_call(model, own, (inputs,)).pow(2).mean()
+torch.func.vmap(torch.func.grad(apply), in_dims=(None, 0))(parameters, torch.randn(4, 3, 5))
+torch.fx.symbolic_trace(model)
+torch.export.export(model, (torch.zeros(2, 5),))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    loss = model(torch.randn(16, 5)).pow(2).mean()
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 # A scripted model takes no hooks.
 SCRIPTED = """
 model = torch.jit.script(Linear(5, 1))
@@ -247,6 +267,13 @@ def test_a_traced_model_is_seen(seen: Any) -> None:
     steps, _, losses = seen(TRACED)
     assert [s["samples"] for s in steps] == [16] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+def test_calls_without_values_are_no_training(seen: Any) -> None:
+    steps, facts, losses = seen(WITHOUT_VALUES)
+    assert [(s["samples"], s["micro_batches"]) for s in steps] == [(16, 1)] * 3
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert facts["parameters"] == 57
 
 
 def test_steps_of_a_scripted_model_are_seen_without_their_data(seen: Any) -> None:
