@@ -138,11 +138,8 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-# A traced model does not say what its arguments are called. Tracing fails if hooks compute anything meanwhile.
-TRACED = """
-import warnings
-warnings.simplefilter("error", torch.jit.TracerWarning)
-model = torch.jit.trace(Sequential(Linear(5, 3), Linear(3, 1)), torch.zeros(1, 5))
+# Training of a model that the lines before made; what follows belongs to the loop.
+TRAIN = """
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(3):
     loss = model(torch.randn(16, 5)).pow(2).mean()
@@ -150,6 +147,12 @@ for step in range(3):
     losses.append(loss.item())
     optimizer.step()
     optimizer.zero_grad()
+"""
+# A traced model does not say what its arguments are called. Tracing fails if hooks compute anything meanwhile.
+TRACED = """
+import warnings
+warnings.simplefilter("error", torch.jit.TracerWarning)
+model = torch.jit.trace(Sequential(Linear(5, 3), Linear(3, 1)), torch.zeros(1, 5))
 """
 # Models that are called without values, before one is trained.
 WITHOUT_VALUES = """
@@ -163,25 +166,10 @@ def apply(own, inputs):
 torch.func.vmap(torch.func.grad(apply), in_dims=(None, 0))(parameters, torch.randn(4, 3, 5))
 torch.fx.symbolic_trace(model)
 torch.export.export(model, (torch.zeros(2, 5),))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for step in range(3):
-    loss = model(torch.randn(16, 5)).pow(2).mean()
-    loss.backward()
-    losses.append(loss.item())
-    optimizer.step()
-    optimizer.zero_grad()
 """
 # A scripted model takes no hooks.
 SCRIPTED = """
 model = torch.jit.script(Linear(5, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for step in range(3):
-    loss = model(torch.randn(16, 5)).pow(2).mean()
-    loss.backward()
-    losses.append(loss.item())
-    optimizer.step()
-    optimizer.zero_grad()
-    torch.save(model.state_dict(), "model.pt")
 """
 SCALED = """
 model, scaler = Linear(8, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -264,20 +252,20 @@ def test_arguments_without_a_keyword_have_the_names_of_the_forward_pass(seen: An
 
 
 def test_a_traced_model_is_seen(seen: Any) -> None:
-    steps, _, losses = seen(TRACED)
+    steps, _, losses = seen(TRACED + TRAIN)
     assert [s["samples"] for s in steps] == [16] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)
 
 
 def test_calls_without_values_are_no_training(seen: Any) -> None:
-    steps, facts, losses = seen(WITHOUT_VALUES)
+    steps, facts, losses = seen(WITHOUT_VALUES + TRAIN)
     assert [(s["samples"], s["micro_batches"]) for s in steps] == [(16, 1)] * 3
     assert [s["loss"] for s in steps] == pytest.approx(losses)
     assert facts["parameters"] == 57
 
 
 def test_steps_of_a_scripted_model_are_seen_without_their_data(seen: Any) -> None:
-    steps, facts, losses = seen(SCRIPTED)
+    steps, facts, losses = seen(SCRIPTED + TRAIN + '    torch.save(model.state_dict(), "model.pt")\n')
     assert [s["loss"] for s in steps] == pytest.approx(losses)
     assert facts["sources"] == {"unseen": 3, "loss:backward": 3}
 
