@@ -158,17 +158,19 @@ def mask_log(path: Path, environ: Mapping[str, str]) -> int:
     of variables with a secret-like name. No byte moves, because a process that ends late may still append."""
     values = [re.escape(value) for value in sorted(secret_values(environ), key=len, reverse=True)]
     known = re.compile("|".join(values)) if values else None
-    count = begin = 0
-    with path.open("r+b") as log:
+    places, begin = list[tuple[int, int]](), 0
+    with path.open("rb") as log:
         while piece := log.read(_PIECE) + log.readline():
             # One character for each byte, so that places in the text are places in the file.
             text = piece.decode("latin-1")
             found = [*SECRET.finditer(text)] if _suspicious(text) else []
-            for match in (*found, *(known.finditer(text) if known else ())):
-                os.pwrite(log.fileno(), b"*" * len(match[0]), begin + match.start())
-                count += 1
+            places += [(begin + m.start(), len(m[0])) for m in (*found, *(known.finditer(text) if known else ()))]
             begin += len(piece)
-    return count
+    if places:
+        with path.open("r+b") as log:
+            for place, size in places:
+                os.pwrite(log.fileno(), b"*" * size, place)
+    return len(places)
 
 
 def _clean_value(value: Any) -> tuple[Any, int]:
