@@ -32,7 +32,7 @@ SAYS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 # AdamW of Paceline's own loops, as in torch, DeepSpeed and transformers. torchtitan has another default.
 BETAS = (0.9, 0.999)
-# Stands for the directory of a shell script in its words, which are quoted because of it.
+# A placeholder for the directory of a shell script. Words that contain it are quoted.
 _HERE = "\0here"
 
 
