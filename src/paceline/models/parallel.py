@@ -19,6 +19,8 @@ from paceline.models.shape import Shape
 
 # Of the number of tokens for an expert.
 COUNT_BYTES = 8
+# A rank of a pipeline keeps the gathered weights of so many stages (torch's `_add_unshard_reshard`).
+MOST_GATHERED_STAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def sent_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> M
     """Predicted bytes that a rank sends per optimizer step, by mesh dimension; None where there is no formula.
 
     Activation checkpointing repeats the exchanges of the forward pass as far as torch recomputes them, which has no
-    formula.
+    formula. Nor has `shard` where a rank has more stages than torch keeps gathered: how often it gathers the others
+    again depends on the schedule. That dimension is left out.
     """
     if training.checkpointing != "none" and (layout.tp > 1 or layout.cp > 1 or layout.ep > 1):
         return None
@@ -132,7 +135,9 @@ def sent_bytes(shape: Shape, layout: Layout, training: Training, rank: int) -> M
         "shard": _shard_bytes(layout, training, own),
         "replicate": _replicate_bytes(layout, training, own),
     }
-    return {name: found[name] for name in layout.sizes()}
+    if layout.pp > 1 and len(layout.stages_of(rank)) > MOST_GATHERED_STAGES:
+        del found["shard"]
+    return {name: found[name] for name in layout.sizes() if name in found}
 
 
 FORMULAS: Mapping[str, str] = {
@@ -233,4 +238,5 @@ def _replicate_bytes(layout: Layout, training: Training, own: Held) -> float:
 def predicted_total(shape: Shape, layout: Layout, training: Training) -> float | None:
     """Bytes that the busiest rank sends per step."""
     ranks = [sent_bytes(shape, layout, training, rank) for rank in range(layout.world_size)]
-    return max((sum(each.values()) for each in ranks if each is not None), default=None)
+    known = [each for each in ranks if each is not None and set(each) == set(layout.sizes())]
+    return max((sum(each.values()) for each in known), default=None)

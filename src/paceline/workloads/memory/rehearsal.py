@@ -272,6 +272,7 @@ _GPU_WORKSPACES = {
 def patched(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
     """Replace what needs values, a real network or a GPU with something that uses the same memory."""
     import torch.distributed.device_mesh as device_mesh
+    import torch.distributed.fsdp._fully_shard._fully_shard as fsdp
     import torch.nn.parallel as parallel
     import torch.nn.parallel.distributed as data_parallel
 
@@ -291,10 +292,14 @@ def patched(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
-        put(device_mesh, "init_device_mesh", with_values(device_mesh.init_device_mesh))
-        for name in ("__getitem__", "_concatenate"):  # torch 2.11 has no second one
-            if hasattr(device_mesh.DeviceMesh, name):
-                put(device_mesh.DeviceMesh, name, with_values(getattr(device_mesh.DeviceMesh, name)))
+        for owner, name in (
+            (device_mesh, "init_device_mesh"),
+            (device_mesh.DeviceMesh, "__getitem__"),
+            (device_mesh.DeviceMesh, "_concatenate"),  # torch 2.11 has none
+            (fsdp, "_get_post_forward_mesh_info"),  # makes the mesh of `reshard_to`
+        ):
+            if hasattr(owner, name):
+                put(owner, name, with_values(getattr(owner, name)))
         put(data_parallel, "_verify_param_shape_across_processes", lambda *_, **__: None)
         put(data_parallel, "_sync_module_states", lambda *_, **__: None)
         put(parallel, "DistributedDataParallel", _data_parallel())

@@ -57,6 +57,8 @@ CASES: dict[str, Question] = {
     "llama gpu": Question(spec(model="tiny-llama:layers=1", compute="bf16", device="cuda"), workspace_bytes=1 << 20),
     "tensor": Question(spec("mesh:tp=2", 2)),
     "context": Question(spec("mesh:cp=2", 2)),
+    "sharded": Question(spec("mesh:shard=4", 4)),
+    "resharded to two": Question(spec("mesh:shard=4,reshard_to=2", 4)),
     "pipeline": Question(spec("mesh:pp=2", 2, "tiny", accumulation=2)),
     "many": Question(spec("mesh:pp=2", 2, "tiny", accumulation=12)),
     # What is asked beside the components is rehearsed with all micro batches.
@@ -116,6 +118,14 @@ def test_state_is_exact(answers: dict[str, Answer], name: str, parameters: int, 
     assert found["optimizer"] == optimizer + 4 * TENSORS
     assert found["gradients"] is not None
     assert gradients <= found["gradients"] <= gradients + 64  # and the loss
+
+
+def test_weights_resharded_to_a_smaller_group_take_memory_between_the_passes(answers: dict[str, Answer]) -> None:
+    """After the forward pass each of two ranks keeps half of the block instead of a quarter."""
+    sharded, resharded = (answers[name].components for name in ("sharded", "resharded to two"))
+    block = COUNT - arithmetic.root_parameters(SHAPE)
+    assert resharded["parameters"] == sharded["parameters"] == COUNT
+    assert (resharded["peak"] or 0) >= (sharded["peak"] or 0) + 4 * block // 2
 
 
 @pytest.mark.parametrize("strategy", ["zero:stage=3,offload=cpu", "mesh:shard=2,offload=true"])
