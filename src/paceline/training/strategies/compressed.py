@@ -12,6 +12,7 @@ from paceline.experiment import compilation
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
+from paceline.training.strategies.ddp import DEFAULT_BUCKET_MB, bucket_refusal
 
 ALWAYS_NAMED = ("method",)
 SHORT_NAMES = {
@@ -31,7 +32,6 @@ METHODS_OF = {
     "outer_rate": ("diloco",),
     "outer_momentum": ("diloco",),
 }
-DEFAULT_BUCKET_MB = 25.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def check(spec: RunSpec) -> str | None:
     if spec.checkpoint_every is not None and chosen.method not in ("fp16", "bf16"):
         return f"{chosen.method} keeps state on each rank that checkpoints do not store: remove checkpoint_every"
     wanted, device = spec.training.compilation, spec.topology.device
+    if reason := bucket_refusal(spec):
+        return reason
     return compilation.refusal(wanted, chosen.method, device, per_block=False, graphs=False)
 
 

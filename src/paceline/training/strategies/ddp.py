@@ -12,7 +12,7 @@ from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import Traffic
 
-DEFAULT_BUCKET_MB = 25.0
+DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 EIGHT_BIT = True
 
 
@@ -37,7 +37,20 @@ def check(spec: RunSpec) -> str | None:
             "torch's static_graph cannot accumulate gradients without reducing them, got accumulation "
             f"{spec.training.accumulation}; use accumulation 1, or leave out static_graph"
         )
+    if reason := bucket_refusal(spec):
+        return reason
     return compilation.refusal(spec.training.compilation, "ddp", spec.topology.device, per_block=False, graphs=True)
+
+
+def bucket_refusal(spec: RunSpec) -> str | None:
+    """Why torch's compiler would fail at the size of the buckets."""
+    bucket_mb, reduces = spec.training.bucket_mb, spec.topology.world_size > 1
+    if bucket_mb is None or bucket_mb >= FIRST_BUCKET_MB or spec.training.compilation is None or not reduces:
+        return None
+    return (
+        f"torch compiles DDP with buckets of {FIRST_BUCKET_MB:g} MB or more, the size of its first one, got "
+        f"{bucket_mb:g} MB; raise bucket_mb, or use compile=false"
+    )
 
 
 def sharded_parts(options: Mapping[str, Any]) -> int:
@@ -58,7 +71,13 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     chosen = parse_options(Options, spec.strategy)
     bucket_mb = spec.training.bucket_mb or DEFAULT_BUCKET_MB
     subject = whole_subject(spec, seat, spec.training.precision.reduce)
-    compile_subject(subject, spec.training.compilation)
+    if spec.training.compilation is not None:
+        compile_subject(subject, spec.training.compilation)
+        import torch._dynamo
+
+        # torch splits the graph so that gradients are reduced during the backward pass, and does not cache the parts.
+        # One process has nothing to reduce, so its graph stays whole and is cached.
+        torch._dynamo.config.optimize_ddp = seat.world_size > 1
     ddp = DistributedDataParallel(
         subject,
         device_ids=[seat.local_rank] if seat.device == "cuda" else None,
