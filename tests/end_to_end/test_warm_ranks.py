@@ -14,7 +14,6 @@ import psutil
 import pytest
 from testbed import EXHAUSTIVE
 
-from paceline.host import processes
 from paceline.launchers import local
 from paceline.results import store
 from paceline.results.records import RunRecord
@@ -161,7 +160,6 @@ def test_new_interpreters_in_place_of_forked_ranks_can_be_cancelled(
     """With all of their processes, also those that ignore SIGTERM."""
     (tmp_path / "sitecustomize.py").write_text(HASTY)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     spec = make_spec("ddp", 1)
     run_dir = store.create(tmp_path / "out", spec)
     waits = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid()); time.sleep(600)"

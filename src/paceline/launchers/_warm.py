@@ -272,19 +272,19 @@ def go_on_with(imports: Callable[[], None], device: str) -> str | None:
 
 def why_unfit(device: str) -> str | None:
     """Why ranks for this device cannot be forked from this process; None if they can."""
+    if device == "cuda" and (why := _why_cuda_has_started()):
+        return f"{why}, and CUDA does not survive a fork"
     threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"{threads} threads run after the imports, and only one survives a fork"
-    if device == "cpu":
-        return None
+    return f"{threads} threads run after the imports, and only one survives a fork" if threads > 1 else None
+
+
+def _why_cuda_has_started() -> str | None:
     files = (str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
     if used := next((file for file in files if file.startswith(DEVICES)), None):
-        return f"the imports have opened {used}, and CUDA does not survive a fork"
+        return f"the imports have opened {used}"
     cuda = importlib.import_module("torch.cuda")
     # The second one is only true in a child of the process that asked the driver.
-    if cuda.is_initialized() or cuda._is_in_bad_fork():
-        return "the imports have started CUDA, which does not survive a fork"
-    return None
+    return "the imports have started CUDA" if cuda.is_initialized() or cuda._is_in_bad_fork() else None
 
 
 def serve(

@@ -37,7 +37,7 @@ with open(sys.argv[1] + "0", "w"):
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 print(_warm.why_unfit("cpu"))
 """
-    started = "the imports have started CUDA, which does not survive a fork"
+    started = "the imports have started CUDA, and CUDA does not survive a fork"
     assert printed_by(code, tmp_path) == [
         "None None",
         started,
