@@ -36,7 +36,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -229,13 +229,24 @@ def close() -> None:
 # --- the warm process ---
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """What supervisors must know of the warm process. environment: as it was before the imports, which change it
+    (DeepSpeed's sets DS_ACCELERATOR). unfit: why ranks must be new interpreters. left_out: why ranks have to make the
+    imports of their kind."""
+
+    environment: Mapping[str, str]
+    unfit: str | None = None
+    left_out: str | None = None
+
+
 def main(argv: list[str]) -> None:
     """Import torch, then fork a process for every request until the controller closes the socket."""
     requests = socket.socket(fileno=int(argv[1]))
     requests.set_inheritable(False)
-    # Imports change it: DeepSpeed's sets DS_ACCELERATOR.
     environment = dict(os.environ)
-    serve(requests, go_on_with(functools.partial(preload, Kind(argv[2])), argv[2]), environment)
+    unfit = go_on_with(functools.partial(preload, Kind(argv[2])), argv[2])
+    serve(requests, State(environment, unfit))
 
 
 def go_on_with(imports: Callable[[], None], device: str) -> str | None:
@@ -287,14 +298,8 @@ def _why_cuda_has_started() -> str | None:
     return "the imports have started CUDA" if cuda.is_initialized() or cuda._is_in_bad_fork() else None
 
 
-def serve(
-    requests: socket.socket, unfit: str | None, environment: Mapping[str, str], link: socket.socket | None = None
-) -> NoReturn:
-    """Fork a supervisor, or a second warm process, for every request.
-
-    unfit: why ranks must be started as new interpreters, with this environment. link: open as long as this process
-    lives.
-    """
+def serve(requests: socket.socket, state: State, link: socket.socket | None = None) -> NoReturn:
+    """Fork a supervisor, or a second warm process, for every request. link: open as long as this process lives."""
     while True:
         message, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
         # Processes that have ended keep their process ids until here.
@@ -309,8 +314,8 @@ def serve(
                 inherited.close()
             request = json.loads(message)
             if "run_dir" in request:
-                _become_supervisor(request, unfit, environment, *files)
-            _become_warm_process(request, unfit, environment, *files)
+                _become_supervisor(request, state, *files)
+            _become_warm_process(request, state, *files)
         for file in files:
             os.close(file)
 
@@ -343,21 +348,16 @@ def _unasked_driver() -> Iterator[None]:
 
 
 def _become_warm_process(
-    request: Mapping[str, Any],
-    unfit: str | None,
-    environment: Mapping[str, str],
-    link_file: int,
-    log_file: int,
-    requests_file: int,
+    request: Mapping[str, Any], state: State, link_file: int, log_file: int, requests_file: int
 ) -> NoReturn:
     # As the first one, it ends when the controller closes the socket of requests.
     link = _begin(link_file, log_file)
     try:
         kind = Kind.of(request)
-        if unfit is None and (why := go_on_with(functools.partial(preload, kind, kind.modules), kind.device)):
-            sys.stderr.write(f"paceline: not imported before the ranks start: {why}\n")
-            sys.stderr.flush()
-        serve(socket.socket(fileno=requests_file), unfit, environment, link)
+        if state.unfit is None:
+            why = go_on_with(functools.partial(preload, kind, kind.modules), kind.device)
+            state = replace(state, left_out=why)
+        serve(socket.socket(fileno=requests_file), state, link)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -377,14 +377,14 @@ def _begin(link_file: int, log_file: int) -> socket.socket:
     return link
 
 
-def _become_supervisor(
-    request: Mapping[str, Any], unfit: str | None, environment: Mapping[str, str], link_file: int, log_file: int
-) -> NoReturn:
+def _become_supervisor(request: Mapping[str, Any], state: State, link_file: int, log_file: int) -> NoReturn:
     code = 1
     link = _begin(link_file, log_file)
     try:
         run_dir, processes, mbit = Path(request["run_dir"]), request["processes"], request.get("network_mbit")
-        if unfit is None:
+        if state.left_out is not None:
+            sys.stderr.write(f"paceline: not imported before the ranks start: {state.left_out}\n")
+        if (unfit := state.unfit) is None:
             load_plugins(run_dir)
             unfit = why_unfit(request["device"])
         if unfit is None:
@@ -395,7 +395,7 @@ def _become_supervisor(
         else:
             sys.stderr.write(f"paceline: ranks are new interpreters, not forked: {unfit}\n")
             sys.stderr.flush()
-            code = run_afresh(request["argv"], {**environment, placement.NOT_FORKED: unfit}, link)
+            code = run_afresh(request["argv"], {**state.environment, placement.NOT_FORKED: unfit}, link)
     except BaseException:
         traceback.print_exc()
     finally:
