@@ -15,6 +15,7 @@ import pytest
 from testbed import EXHAUSTIVE
 
 from paceline.launchers import local
+from paceline.launchers._warm import Kind
 from paceline.results import store
 from paceline.results.records import RunRecord
 
@@ -87,11 +88,16 @@ def test_a_warm_process_serves_many_runs_and_another_follows_one_that_died(
             first = finished(5)
             (machine,) = store.read_machines(next((tmp_path / "e5").iterdir()))
             assert "NCCL_ALGO" not in machine["environment"]
+        (imported,) = psutil.Process(first[0]).children()
         os.kill(first[0], signal.SIGKILL)
-        psutil.Process(first[0]).wait(30) if psutil.pid_exists(first[0]) else None
+        assert psutil.wait_procs([imported], 60)[1] == [], "what has made the imports ends with it"
         third = finished(3)
         assert third[0] != first[0]
         assert third[1] == 0
+        (imported,) = psutil.Process(third[0]).children()
+        imported.kill()
+        eventually(lambda: local._warm._warm[Kind()].process.poll() is not None, "the end of both")
+        assert local._warm._warm[Kind()].process.poll() == -signal.SIGKILL
     finally:
         local.close()
     assert not psutil.pid_exists(third[0])
