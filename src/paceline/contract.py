@@ -161,8 +161,8 @@ class Workload(Protocol):
 class Strategy(Protocol):
     """How a model is trained on several ranks.
 
-    A strategy that imports large packages also has `preload(device)`, which imports them without starting a thread or
-    using a device. Ranks on a CPU are forked from a process that has called it (see `launchers.local`).
+    A strategy that imports large packages also has `preload(device)`, which imports those that neither start a thread
+    nor use the device. Ranks are forked from a process that has called it (see `launchers.local`).
 
     A strategy that changes the arithmetic on purpose has `approximation(options)`, which says in words how, or returns
     None if these options do not. Its runs are then not equal work (see docs/compression.md). It may also have

@@ -1,10 +1,12 @@
-"""Ranks forked from a warm process do the same work as those of torchrun, and the record says which they were."""
+"""Ranks forked from a warm process do the same work as new interpreters, and the record says which they were."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from testbed import EXHAUSTIVE
 
 from paceline.launchers import local
+from paceline.launchers._warm import Kind
 from paceline.results import store
 from paceline.results.records import RunRecord
 
@@ -85,11 +88,97 @@ def test_a_warm_process_serves_many_runs_and_another_follows_one_that_died(
             first = finished(5)
             (machine,) = store.read_machines(next((tmp_path / "e5").iterdir()))
             assert "NCCL_ALGO" not in machine["environment"]
+        (imported,) = psutil.Process(first[0]).children()
         os.kill(first[0], signal.SIGKILL)
-        psutil.Process(first[0]).wait(30) if psutil.pid_exists(first[0]) else None
+        assert psutil.wait_procs([imported], 60)[1] == [], "what has made the imports ends with it"
         third = finished(3)
         assert third[0] != first[0]
         assert third[1] == 0
+        (imported,) = psutil.Process(third[0]).children()
+        imported.kill()
+        eventually(lambda: local._warm._warm[Kind()].process.poll() is not None, "the end of both")
+        assert local._warm._warm[Kind()].process.poll() == -signal.SIGKILL
     finally:
         local.close()
     assert not psutil.pid_exists(third[0])
+
+
+# Starts a thread in every interpreter that imports the worker.
+HASTY = """
+import sys, threading
+class Hasty:
+    def find_spec(self, name, *_):
+        if name == "paceline.workloads.worker":
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+sys.meta_path.insert(0, Hasty())
+"""
+
+
+@pytest.fixture
+def ended(
+    make_spec: Callable[..., Any], tmp_path: Path, eventually: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int | None, dict[str, Any], str]]]:
+    """Submits a run; its exit code, the settings of its evidence and its log. settings: those of its job to replace."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+
+    def run(strategy: str = "ddp", processes: int = 1, **settings: Any) -> tuple[int | None, dict[str, Any], str]:
+        spec = make_spec(strategy, processes)
+        run_dir = store.create(tmp_path / "out", spec)
+        job = local.prepare(spec, run_dir)
+        handle = local.submit(replace(job, settings={**job.settings, **settings}))
+        eventually(lambda: not local.poll(handle).running, "the end of the run")
+        seen = [o.evidence.settings for o in store.read_outcomes(run_dir) if o.evidence is not None]
+        return local.poll(handle).exit_code, dict(seen[0]) if seen else {}, (run_dir / "log.txt").read_text()
+
+    yield run
+    local.close()
+
+
+def test_ranks_are_new_interpreters_if_they_cannot_be_forked(ended: Callable[..., Any], tmp_path: Path) -> None:
+    """The run takes place, and its record says why it was started so."""
+    (tmp_path / "sitecustomize.py").write_text(HASTY)
+    why = "2 threads run after the imports, and only one survives a fork"
+    code, settings, log = ended(processes=2)
+    assert code == 0, log
+    assert "started" not in settings
+    assert settings["not_forked"] == why
+    assert f"paceline: ranks are new interpreters, not forked: {why}" in log
+
+
+def test_imports_that_make_a_process_unfit_are_left_to_the_ranks(ended: Callable[..., Any]) -> None:
+    code, settings, log = ended("testbed.hasty")
+    assert code == 0, log
+    assert settings["started"] == "forked"
+    assert "paceline: not imported before the ranks start: 2 threads run after the imports" in log
+
+
+def test_the_compiler_of_torch_can_be_imported_before_ranks_of_a_gpu_are_forked(ended: Callable[..., Any]) -> None:
+    """The warm process of a GPU, whose ranks train on the CPU here."""
+    code, settings, log = ended(device="cuda", modules=local.COMPILER)
+    assert code == 0, log
+    assert settings["started"] == "forked"
+    assert "not imported" not in log
+
+
+def test_new_interpreters_in_place_of_forked_ranks_can_be_cancelled(
+    make_spec: Callable[..., Any], tmp_path: Path, eventually: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of their processes, also those that ignore SIGTERM."""
+    (tmp_path / "sitecustomize.py").write_text(HASTY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    spec = make_spec("ddp", 1)
+    run_dir = store.create(tmp_path / "out", spec)
+    waits = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid()); time.sleep(600)"
+    job = replace(local.prepare(spec, run_dir), argv=(sys.executable, "-uc", waits))
+    try:
+        handle = local.submit(job)
+        log = run_dir / "log.txt"
+        pid = int(
+            eventually(lambda: [line for line in log.read_text().split("\n") if line.isdecimal()], "its start")[0]
+        )
+        assert local.poll(handle).running
+        assert local.cancel(handle)
+        assert not psutil.pid_exists(pid)
+        assert not local.poll(handle).running
+    finally:
+        local.close()

@@ -1,4 +1,4 @@
-"""The launcher local with torchrun, whose ranks can be killed once (see `mortal`)."""
+"""The launcher local with new interpreters, whose ranks can be killed once (see `mortal`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,5 @@ __all__ = ["HERE", "cancel", "check", "poll", "prepare", "submit"]
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
     job = local.prepare(spec, run_dir)
-    return replace(
-        job, argv=tuple("testbed.mortal" if word == "paceline.workloads.worker" else word for word in job.argv)
-    )
+    words = ("testbed.mortal" if word == "paceline.workloads.worker" else word for word in job.argv)
+    return replace(job, argv=tuple(words), settings={})

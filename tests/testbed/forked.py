@@ -135,6 +135,7 @@ def bring_up(request: Mapping[str, Any], link: socket.socket) -> int:
         if rank == 0 and "FORKED_REHEARSALS" in os.environ:
             fork_rehearsals()
 
+    _warm.load_plugins(run_dir)
     return _warm.supervise(run_dir, store.read_spec(run_dir).topology.world_size, link, prepare_rank)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -431,6 +431,7 @@ def _notes(basis: _Basis, machines: Sequence[Mapping[str, Any]]) -> list[str]:
         notes.append("the runs used several kinds of device; only runs on the same kind are compared")
     if invalid := sum(run.status == Status.INVALID for run in measured):
         notes.append(f"{invalid} of {len(measured)} runs are invalid: they are shown with the reason, but never ranked")
+    notes += _start_notes(cells)
     # Facts of a host that changed, such as an upgrade between repeats or another power cap.
     first: dict[str, Mapping[str, Any]] = {}
     drift: dict[str, str] = {}
@@ -440,6 +441,21 @@ def _notes(basis: _Basis, machines: Sequence[Mapping[str, Any]]) -> list[str]:
     if drift:
         notes.append(f"a host changed during the campaign, which may affect its runs: {'; '.join(drift.values())}")
     return [*notes, *_proof_notes(basis.records, basis.certificates), *_reused_notes(basis.records)]
+
+
+def _start_notes(cells: Sequence[Cell]) -> Iterator[str]:
+    """Launches of one cell whose ranks were started in two ways: their spread includes the difference between these."""
+    reasons, mixed = set[str](), list[str]()
+    for cell in cells:
+        settings = [evidence.settings for w in cell.windows if (evidence := w.record.evidence) is not None]
+        reasons |= {str(own["not_forked"]) for own in settings if "not_forked" in own}
+        if len({own.get("started") for own in settings}) > 1:
+            mixed.append(str(cell.spec.strategy or cell.spec.workload))
+    if mixed:
+        names = ", ".join(dict.fromkeys(mixed))
+        yield f"some launches of {names} have forked ranks and others new interpreters: their spread includes both"
+    if reasons:
+        yield f"ranks were started as new interpreters instead of forked, because {'; '.join(sorted(reasons))}"
 
 
 def _proof_notes(records: Sequence[RunRecord], certificates: Mapping[str, Certificate]) -> list[str]:

@@ -87,8 +87,8 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     verb.add_argument(
         "--relaunch",
         choices=tuple(RELAUNCH),
-        help="start ranks on a CPU by forking a process that has imported torch (warm, the default of the launcher "
-        "local), or each as a new interpreter (full); on GPUs every launch is full",
+        help="start ranks on this machine by forking a process that has imported torch (warm, the default of the "
+        "launcher local for training), or each as a new interpreter (full)",
     )
     add_allow_option(verb, "a module or setting that an experiment file outside of this directory may name")
     for option, text in (("warmup", "warm-up iterations"), ("iters", "timed iterations")):
@@ -99,7 +99,6 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
 def _specs(arguments: argparse.Namespace) -> tuple[list[RunSpec], list[str]]:
     """All runs of the request, each checked by its plugins before anything starts; and what was chosen for the user."""
     from paceline.campaign.run.controller import load_own
-    from paceline.errors import require
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
     settings, notes = [*arguments.set, *_relaunch_settings(arguments)], list[str]()
@@ -113,9 +112,6 @@ def _specs(arguments: argparse.Namespace) -> tuple[list[RunSpec], list[str]]:
             allow=arguments.allow_modules,
             notify=notes.append,
         )
-    on_cpu = all(spec.topology.device == "cpu" for spec in specs)
-    expected = "runs on a CPU, because CUDA does not survive a fork. Leave the option out"
-    require(arguments.relaunch != "warm" or on_cpu, "--relaunch warm", "runs on a GPU", expected)
     return specs, notes
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ from paceline.launchers.node import placement
 HERE = True
 # Tables name these beside the launcher.
 AXES = ("network_mbit",)
+# Imported before the ranks of a GPU start, where torch compiles (torchao and bitsandbytes import this too) and where
+# models of transformers are fine-tuned. PEFT and their models would ask the driver, because they import torchao and
+# bitsandbytes.
+COMPILER = ("torch._inductor.compile_fx",)
+TUNING = ("transformers.models.mistral.configuration_mistral",)
 _children: dict[int | str, subprocess.Popen[bytes] | _warm.ForkedRun] = {}
 
 
@@ -33,8 +38,8 @@ _children: dict[int | str, subprocess.Popen[bytes] | _warm.ForkedRun] = {}
 class Options:
     """threads: CPU threads per process.
 
-    warm: for training on a CPU with one thread, fork the ranks from a process that has already imported torch. torchrun
-    starts them in all other cases, because CUDA and thread pools do not survive a fork.
+    warm: for training with one thread per process, fork the ranks from a process that has already imported torch. They
+    are new interpreters in all other cases, because thread pools do not survive a fork.
 
     shared_gpu: run all ranks on GPU 0, each with its own NCCL host name, to test multi-rank code; not a measurement.
 
@@ -77,10 +82,21 @@ def _why_no_network(spec: RunSpec, chosen: Options) -> str | None:
 
 
 def _forks(spec: RunSpec, chosen: Options) -> bool:
-    """Whether the ranks are forked from a warm process; torchrun starts them otherwise."""
+    """Whether the ranks are forked from a warm process; they are new interpreters otherwise."""
     trains_here = spec.is_trained and spec.script is None
-    is_plain = chosen.warm and chosen.threads == 1 and spec.topology.device == "cpu"
-    return is_plain and trains_here and sys.platform == "linux"
+    return chosen.warm and chosen.threads == 1 and trains_here and sys.platform == "linux"
+
+
+def _kind(spec: RunSpec) -> _warm.Kind:
+    """What the warm process of this run imports besides torch. More than one process keeps these imports out of the
+    resident memory of other runs."""
+    strategy = spec.strategy.name if spec.strategy is not None else ""
+    own = strategy if strategy and hasattr(load("strategies", strategy), "preload") else ""
+    # On a CPU they would change the memory that is measured, which is the resident one.
+    on_gpu = spec.topology.device == "cuda"
+    compiled = on_gpu and (spec.training.compilation is not None or spec.tuning is not None)
+    tuned = on_gpu and spec.tuning is not None
+    return _warm.Kind(spec.topology.device, own, (*(COMPILER if compiled else ()), *(TUNING if tuned else ())))
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
@@ -100,14 +116,10 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
             env.setdefault(name, os.environ.get(name, "lo"))
     if chosen.shared_gpu:
         env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
-    # Forking then replaces the command above; see _warm.
+    # Forking then replaces the command above, unless the imports make that impossible; see _warm.
     settings: dict[str, Any] = {}
     if _forks(spec, chosen):
-        # A strategy with imports of its own gets its own warm process, so that they do not count in the resident memory
-        # of other strategies.
-        strategy = spec.strategy.name if spec.strategy is not None else ""
-        preload = strategy if strategy and hasattr(load("strategies", strategy), "preload") else ""
-        settings = {"run_dir": str(run_dir), "processes": topology.processes_per_node, "preload": preload}
+        settings = {"run_dir": str(run_dir), "processes": topology.processes_per_node, **asdict(_kind(spec))}
         settings |= {"network_mbit": chosen.network_mbit} if chosen.network_mbit else {}
     return Job(argv=argv, env=env, log=str(run_dir / "log.txt"), settings=settings)
 
@@ -115,17 +127,21 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 def expect(specs: Sequence[RunSpec]) -> None:
     """Begin to import torch where ranks will be forked, while the controller prepares their campaign."""
     forked = [spec for spec in specs if check(spec) is None and _forks(spec, parse_options(Options, spec.launcher))]
-    if forked:
-        # A reference runs without variables of the spec.
-        first = min(forked, key=lambda spec: len(spec.env))
-        _warm.begin({**os.environ, **prepare(first, Path()).env})
+    if not forked:
+        return
+    # A reference runs without variables of the spec.
+    first = min(forked, key=lambda spec: len(spec.env))
+    environment = prepare(first, Path()).env
+    on_gpu = [spec for spec in forked if spec.topology.device == "cuda" and prepare(spec, Path()).env == environment]
+    for kind in dict.fromkeys((_kind(first).first, *map(_kind, on_gpu))):
+        _warm.begin(kind, {**os.environ, **environment})
 
 
 def submit(job: Job) -> Mapping[str, Any]:
     assert job.log is not None
     environment = {**os.environ, **job.env}
     if job.settings:
-        run = _warm.start(job.settings, environment, Path(job.log))
+        run = _warm.start({**job.settings, "argv": job.argv}, environment, Path(job.log))
         name = f"forked-{len(_children)}"
         _children[name] = run
         return {"run": name, "pid": run.server.pid, "ranks": "forked", "started_at": time.time()}

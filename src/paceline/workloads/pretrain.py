@@ -330,6 +330,7 @@ def evidence(
     dtypes, optimizer, settings = trainer.declare()
     launch: dict[str, Scalar] = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
     launch |= {"started": "forked"} if placement.FORKED in os.environ else {}
+    launch |= {"not_forked": why} if (why := os.environ.get(placement.NOT_FORKED)) else {}
     launch |= loop.routing.products(spec.training.precision.base)
     return Evidence(
         init_digest=start.trainable.digest,

@@ -14,7 +14,7 @@ from paceline.experiment.choices import Choice
 from paceline.models import arithmetic
 from paceline.models.shape import Shape
 from paceline.report.exporters.json import text
-from paceline.results.records import RunRecord, Status
+from paceline.results.records import Outcome, RunRecord, Status
 
 Builder = Callable[..., Any]
 
@@ -186,3 +186,26 @@ def test_a_report_does_not_depend_on_who_judged_its_runs(
     assert {len({r.spec.work for r in records}), len(whole.certificates) // 4} == {3}
     received = pickle.loads(pickle.dumps(parts))  # noqa: S301 - our own
     assert text(build(records, "quick", judged=received)) == text(whole)
+
+
+def test_launches_that_were_started_in_two_ways_are_noted(campaign: list[RunRecord]) -> None:
+    """Records of an older version on a GPU are new interpreters, those of this one are forked."""
+
+    def started(record: RunRecord, **settings: str) -> RunRecord:
+        def own(outcome: Outcome) -> Outcome:
+            evidence = outcome.evidence
+            assert evidence is not None
+            return dataclasses.replace(
+                outcome, evidence=dataclasses.replace(evidence, settings={**evidence.settings, **settings})
+            )
+
+        return dataclasses.replace(record, outcomes=tuple(map(own, record.outcomes)))
+
+    reference, first, *others = campaign
+    assert build([reference, *(started(r, started="forked") for r in campaign[1:])], "quick").notes == ()
+    assert build([reference, started(first, started="forked"), *others], "quick").notes == (
+        "some launches of ddp have forked ranks and others new interpreters: their spread includes both",
+    )
+    assert build([reference, *(started(r, not_forked="2 threads run") for r in campaign[1:])], "quick").notes == (
+        "ranks were started as new interpreters instead of forked, because 2 threads run",
+    )

@@ -234,9 +234,12 @@ def test_relaunch_warm_overrides_the_launcher(here: Path, capsys: pytest.Capture
     assert f"{wanted.run_id}  [to run]" in capsys.readouterr().out
 
 
-def test_relaunch_warm_is_refused_on_a_gpu(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "mine.yaml", "--set", "device=cuda", "--set", "processes=1", "--relaunch", "warm"]) == 2
-    assert "--relaunch warm: got 'runs on a GPU', expected runs on a CPU" in capsys.readouterr().err
+def test_relaunch_warm_is_the_default_on_a_gpu_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["device=cuda", "processes=1", "launcher=local:shared_gpu=true"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert cli.main(["plan", "mine.yaml", *words, "--commands", "--relaunch", "warm"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{spec.run_id}  [to run]" in text for spec in expansion.load("mine.yaml", settings))
 
 
 def test_a_plan_is_a_table_of_cells(here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from paceline.contract import Job
 from paceline.errors import RequestError
-from paceline.experiment.spec import RunSpec
+from paceline.experiment.spec import RunSpec, Tuning
 from paceline.host import machine, processes
-from paceline.launchers import local
+from paceline.launchers import _warm, local
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "local.txt"
 Make = Callable[..., RunSpec]
@@ -108,12 +108,51 @@ def test_a_job_that_ended_has_its_exit_code_and_its_log(tmp_path: Path) -> None:
 def test_torch_is_imported_early_where_ranks_are_forked(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the environment of the first run, which is a reference without variables of its own."""
     begun: list[Any] = []
-    monkeypatch.setattr(local._warm, "begin", begun.append)
+    monkeypatch.setattr(local._warm, "begin", lambda *words: begun.append(words))
     local.expect([make_spec("ddp", 2, launcher="local:warm=false"), make_spec("ddp", 2, launcher="local:threads=2")])
     assert begun == []
     specs = [make_spec("ddp", 2, env={"NCCL_ALGO": "Ring"}), make_spec("zero:stage=1", 2)]
     local.expect(specs)
-    assert begun == [{**os.environ, **local.prepare(specs[1], Path("x")).env}]
+    assert begun == [(_warm.Kind(), {**os.environ, **local.prepare(specs[1], Path("x")).env})]
+
+
+def test_on_gpus_what_compiled_runs_import_is_imported_early_too(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(local._warm, "begin", lambda kind, environment: begun.append(kind))
+    monkeypatch.setattr(machine, "device_count", lambda: 2)
+    specs = [make_spec("ddp", 2, device="cuda", compile=compiled) for compiled in (True, False)]
+    local.expect([*specs, make_spec("ddp", 2, device="cuda", compile=True, env={"NCCL_ALGO": "Ring"})])
+    assert begun == [_warm.Kind("cuda"), _warm.Kind("cuda", "", ("torch._inductor.compile_fx",))]
+
+
+def test_what_is_imported_before_ranks_are_forked(make_spec: Make) -> None:
+    """On a CPU only what a strategy asks for, because the resident memory is measured."""
+
+    def kind(*words: Any, **more: Any) -> _warm.Kind:
+        return _warm.Kind.of(local.prepare(make_spec(*words, **more), Path("x")).settings)
+
+    compiler, transformers = "torch._inductor.compile_fx", "transformers.models.mistral.configuration_mistral"
+    tuned = {"workload": "finetune", "tuning": Tuning(method="lora")}
+    assert kind("ddp", 2, compile=True) == kind("single", 1, **tuned) == _warm.Kind("cpu")
+    assert kind("zero:stage=1", 2) == _warm.Kind("cpu", "zero")
+    assert kind("ddp", 2, device="cuda") == _warm.Kind("cuda")
+    assert kind("ddp", 2, device="cuda", compile=True) == _warm.Kind("cuda", "", (compiler,))
+    assert kind("zero:stage=1", 2, device="cuda") == _warm.Kind("cuda", "zero")
+    assert kind("single", 1, device="cuda", **tuned) == _warm.Kind("cuda", "", (compiler, transformers))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"launcher": "local:warm=false"},
+        {"launcher": "local:threads=2"},
+        {"workload": "collectives", "strategy": None},
+    ],
+)
+def test_other_ranks_on_gpus_are_new_interpreters(make_spec: Make, other: dict[str, Any]) -> None:
+    assert local.prepare(make_spec(processes=2, device="cuda", **other), Path("x")).settings == {}
 
 
 def test_a_job_of_another_controller_is_not_running() -> None:

@@ -19,8 +19,10 @@ _NODE = "PACELINE_NODE"
 # Differs between attempts of one run, if the engine sets it, so that nodes of two attempts never join.
 ATTEMPT = "PACELINE_ATTEMPT"
 SHARED_GPU = "PACELINE_SHARED_GPU"
-# Set in ranks that were forked from a warm process instead of started by torchrun.
+# Set in ranks that were forked from a warm process instead of started as new interpreters.
 FORKED = "PACELINE_FORKED"
+# Why ranks that should have been forked are new interpreters.
+NOT_FORKED = "PACELINE_NOT_FORKED"
 
 
 def shares_gpu(environ: Mapping[str, str]) -> bool:

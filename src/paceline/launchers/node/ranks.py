@@ -45,6 +45,9 @@ def variables(address: str, port: int, processes: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "paceline",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        # These two unless they are set.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if processes > 1 else {}),
     }
 
 
@@ -70,9 +73,6 @@ def run(
         signal.signal(each, _end)
     address, port = listener.getsockname()[:2]
     shared = {**os.environ, **variables(address, port, processes)}
-    shared.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if processes > 1:
-        shared.setdefault("OMP_NUM_THREADS", "1")
     running: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank in range(processes):

@@ -283,8 +283,9 @@ def refusals_as_requests() -> Iterator[None]:
 
 
 def preload(device: str) -> None:
-    """Import DeepSpeed ahead of time, for ranks that are forked later."""
-    import_deepspeed(device)
+    """Import DeepSpeed ahead of time, for ranks that are forked later. On a GPU it would start CUDA."""
+    if device == "cpu":
+        import_deepspeed(device)
 
 
 def import_deepspeed(device: str) -> Any:
