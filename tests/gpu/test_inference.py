@@ -186,6 +186,34 @@ def test_bf16_steps_of_every_width_answer_within_rounding(graph: bool, fused: bo
         assert max(behind) < 0.4
 
 
+def test_the_scores_of_a_step_do_not_depend_on_its_width() -> None:
+    """With weights of a size for which a step of one slot has products of ours."""
+    import torch
+
+    from paceline.serving.replica import weights
+    from paceline.serving.replica.decoding import Decoding, join_projections
+    from paceline.serving.replica.plans import PRODUCTS
+
+    options = {"hidden": 1024, "heads": 32, "kv_heads": 8, "head_dim": 32, "ffn": 1024}
+    large = replace(settings(), model_options=options, precision="bf16")
+    model = join_projections(weights.open_model(large, 0, torch.device("cuda", 0)))
+    decoding = Decoding(model, slots=12, length=128, reaches=(128,), heads=8, width=32)
+    assert decoding.fuse(), decoding.refusal
+    assert {width: set(step.plan.tiles) for width, step in decoding._fused.items()} == {
+        1: set(PRODUCTS),
+        **{width: set() for width in (2, 4, 8, 12)},
+    }
+    decoding.read([*range(12)], [[7, 5, 3 + number] * 9 for number in range(12)])
+    with torch.inference_mode():
+        expected = decoding._fused[12].scores().float()
+        for width, step in decoding._fused.items():
+            found = step.scores().float()
+            assert found.shape == (width, large.shape.vocab)
+            for row in range(width):
+                assert float((found[row] - expected[row]).norm() / expected[row].norm()) < 0.05
+                assert width == 12 or float((found[row] - expected[row + 1]).norm() / expected[row + 1].norm()) > 0.1
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("size", [0, 3, 16])
 def test_bf16_prompts_read_in_pieces_are_answered_within_rounding(size: int, fused: bool) -> None:
