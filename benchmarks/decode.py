@@ -4,23 +4,27 @@ Prefill is compared with the achievable matrix-product rate, decode with the tim
 that a step multiplies with, and the keys and values of every context, once, at the achieved copy bandwidth (or the
 products at the matrix rate, where that takes longer). Decode is timed as the engine runs it: `eager`, one CUDA `graph`,
 `compiled` layers in one graph, `fused` kernels of our own in one graph, and `tuned`, compiled layers with inductor's
-coordinate descent. Tokens stay on the device
-between timed steps; `read_s` is a step whose tokens are read back, as a server must.
+coordinate descent. Tokens stay on the device between timed steps; `read_s` is a step whose tokens are read back, as a
+server must.
 
-Run `python benchmarks/decode.py [--model NAME] [--batches 1,8,32,128] [--json FILE]`. A row that fails says why, and
-the others go on; rows that would begin after the time allowed are skipped. Nothing here passes or fails.
+Run `python benchmarks/decode.py [--model NAME] [--batches 1,8,32,128] [--json FILE]`. With `--slots 128` each batch has
+the first of 128 slots, which should take no longer than slots of its own. With `--long 4096` further rows say how long
+running requests wait for their next token while a prompt of that length is read, whole and in pieces. A row that fails
+says why, and the others go on; rows that would begin after the time allowed are skipped. Nothing here passes or fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ from paceline.errors import UnsupportedError
 from paceline.host import machine
 from paceline.models import arithmetic
 from paceline.serving.replica import weights
+from paceline.serving.replica.batching import BatchedRequest, Batching, tokens_of_pass
 from paceline.serving.replica.decoding import Decoding, join_projections
 from paceline.serving.replica.settings import Settings
 from paceline.training.decoder import DTYPES
@@ -40,6 +45,8 @@ PREFILL_TOKENS = 16_384
 ROW_S = 8.0
 # The largest batch that is worth the time that tuning takes: beyond it products are no longer vectors.
 MOST_TUNED = 8
+# Requests that run while a long prompt is read, their steps before and after it, and the pieces in which it is read.
+RUNNING, STEPS_AROUND, CHUNKS = 8, 16, (0, 2048, 1024, 512)
 REACH_MULTIPLE = 128
 
 
@@ -116,20 +123,65 @@ class Bench:
     def decode(self, ceilings: dict[str, float], variant: str, batch: int) -> dict[str, Any]:
         asked = self.asked
         length = -(-(asked.prompt + asked.answer) // REACH_MULTIPLE) * REACH_MULTIPLE
-        decoding = self.decoding(batch, length)
+        slots = max(batch, asked.slots)
+        decoding = self.decoding(slots, length)
         self.compile(decoding, variant)
         began = time.perf_counter()
         decoding.warm_up(graph=self.on_gpu and variant != "eager")
         ready_s = time.perf_counter() - began
         self.fill(decoding, batch)
-        steps = self.steps_within(decoding, asked.answer // 2)
-        step_s = self.seconds(lambda: [decoding.advance(length) for _ in range(steps)], 1) / steps
-        read_s = self.seconds(lambda: decoding.step(length), min(steps, 16))
+        steps = self.steps_within(decoding, batch, asked.answer // 2)
+        step_s = self.seconds(lambda: [decoding.advance(batch, length) for _ in range(steps)], 1) / steps
+        read_s = self.seconds(lambda: decoding.step(batch, length), min(steps, 16))
         context = asked.prompt + steps / 2
         limit_s, bound = self.limit(ceilings, batch, context)
-        found = {"variant": variant, "batch": batch, "context": context, "step_s": step_s, "read_s": read_s}
+        found = {
+            "variant": variant,
+            "batch": batch,
+            "slots": slots,
+            "context": context,
+            "step_s": step_s,
+            "read_s": read_s,
+        }
         found |= {"tokens_per_s": batch / step_s, "limit_tokens_per_s": batch / limit_s, "bound_by": bound}
         return {**found, "of_limit_ratio": limit_s / step_s, "ready_s": ready_s, "steps": steps}
+
+    # --- a long prompt between steps ---
+
+    def interrupted(self, variant: str, chunk: int) -> dict[str, Any]:
+        """Time between the tokens of running requests, before a long prompt arrives and while it is read."""
+        asked, slots = self.asked, RUNNING + 1
+        length = -(-(asked.long + 2 * STEPS_AROUND) // REACH_MULTIPLE) * REACH_MULTIPLE
+        decoding = self.decoding(slots, length)
+        self.compile(decoding, variant)
+        decoding.warm_up(graph=self.on_gpu and variant != "eager")
+        # A prompt of this length, so that no kernel is used for the first time below.
+        for start in range(0, asked.long, chunk or asked.long):
+            decoding.read([RUNNING], self.prompts(1, min(chunk or asked.long, asked.long - start)), start)
+        batching = Batching(replace(self.settings, max_batch=slots, max_length=length, prefill_chunk=chunk))
+        most = length - asked.prompt
+        for number, prompt in enumerate(self.prompts(RUNNING, asked.prompt)):
+            batching.arrive(BatchedRequest(number, prompt, most, frozenset()))
+        stamps: dict[int, list[float]] = {number: [] for number in range(slots)}
+
+        def pass_until(number: int, count: int) -> None:
+            while len(stamps[number]) < count:
+                for tokens in tokens_of_pass(decoding, batching):
+                    now = time.perf_counter()
+                    for each, *_ in tokens:
+                        stamps[each].append(now)
+
+        pass_until(RUNNING - 1, STEPS_AROUND)
+        before, arrived = len(stamps[0]), time.perf_counter()
+        batching.arrive(BatchedRequest(RUNNING, self.prompts(1, asked.long)[0], STEPS_AROUND, frozenset()))
+        pass_until(RUNNING, STEPS_AROUND)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(stamps[0])]
+        found = {"variant": variant, "prompt_tokens": asked.long, "chunk": chunk, "running": RUNNING}
+        found |= {
+            "gap_s": statistics.median(gaps[before - STEPS_AROUND + 1 : before - 1]),
+            "longest_gap_s": max(gaps[before - 1 :]),
+        }
+        return {**found, "first_token_s": stamps[RUNNING][0] - arrived}
 
     def compile(self, decoding: Decoding, variant: str) -> None:
         """Layers are compiled for one batch at a time; those of the row before are forgotten."""
@@ -151,9 +203,9 @@ class Bench:
             rows = list(range(first, min(batch, first + together)))
             decoding.read(rows, self.prompts(len(rows), self.asked.prompt))
 
-    def steps_within(self, decoding: Decoding, most: int) -> int:
+    def steps_within(self, decoding: Decoding, batch: int, most: int) -> int:
         """As many as the row's time allows, by two steps that are not counted."""
-        one_s = self.seconds(lambda: decoding.advance(decoding.length), 2)
+        one_s = self.seconds(lambda: decoding.advance(batch, decoding.length), 2)
         return max(2, min(most, int(ROW_S / one_s)))
 
     def limit(self, ceilings: dict[str, float], batch: int, context: float) -> tuple[float, str]:
@@ -217,7 +269,12 @@ def plan_of(bench: Bench, ceilings: dict[str, float]) -> Iterator[tuple[str, Cal
     for variant in (kind for kind in kinds if not asked.variants or kind in asked.variants.split(",")):
         for batch in map(int, asked.batches.split(",")):
             if variant != "tuned" or batch <= MOST_TUNED:
-                yield f"decode {variant} {batch}", partial(bench.decode, ceilings, variant, batch)
+                slots = f" of {max(batch, asked.slots)}" if asked.slots else ""
+                yield f"decode {variant} {batch}{slots}", partial(bench.decode, ceilings, variant, batch)
+        for chunk in CHUNKS if asked.long and variant != "tuned" else ():
+            if chunk < asked.long:
+                how = f"in pieces of {chunk}" if chunk else "whole"
+                yield f"read {variant} {asked.long} {how}", partial(bench.interrupted, variant, chunk)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -226,6 +283,12 @@ def line_of(row: dict[str, Any]) -> str:
     if "of_matmul_ratio" in row:
         beside = f"{row['flops_per_s'] / 1e12:.1f} TFLOP/s, {row['of_matmul_ratio']:.0%} of the matrix rate"
         return f"{row['row']:24} {row['tokens_per_s']:10.0f} tokens/s  {beside}"
+    if "longest_gap_s" in row:
+        return (
+            f"{row['row']:36} {row['gap_s'] * 1e3:8.2f} ms between tokens before it, "
+            f"{row['longest_gap_s'] * 1e3:.2f} at most while it is read, its first token after "
+            f"{row['first_token_s'] * 1e3:.1f} ms"
+        )
     return (
         f"{row['row']:24} {row['tokens_per_s']:10.1f} tokens/s  {row['step_s'] * 1e3:8.3f} ms a step "
         f"({row['read_s'] * 1e3:.3f} read back)  limit {row['limit_tokens_per_s']:.0f} by {row['bound_by']}: "
@@ -243,6 +306,8 @@ def main() -> int:
     )
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=0, help="at least so many, whatever the batch")
+    parser.add_argument("--long", type=int, default=0, help="also read a prompt of so many tokens between steps")
     parser.add_argument("--seconds", type=float, default=240.0, help="no row begins later than that")
     parser.add_argument("--json", type=Path, help="write everything there")
     asked = parser.parse_args()

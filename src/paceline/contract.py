@@ -196,6 +196,9 @@ class Engine(Protocol):
 
     An engine whose servers can be queried before a run also has `preflight(spec)`, which raises UnsupportedError if a
     run with these options could not start now. It is called if the client runs on this host, and starts nothing.
+
+    An engine that limits the length of a request has `longest_request(spec)`, which returns the most tokens of a prompt
+    and its answer together and the option that decides it, or None if it is unknown.
     """
 
     def check(self, spec: RunSpec) -> str | None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -43,20 +44,60 @@ def sharpened_model(precision: str) -> Any:
     return model
 
 
-def answers(model: Any, compiled: bool, graph: bool, fused: bool = False) -> list[list[int]]:
+def opened(model: Any, compiled: bool, graph: bool, fused: bool = False) -> Any:
     from paceline.serving.replica.decoding import Decoding, join_projections
 
     decoding = Decoding(join_projections(model), slots=4, length=128, reaches=(64, 128), heads=2, width=32)
     if compiled:
         decoding.compile_layers()
-    assert decoding.fuse() if fused else not decoding.is_fused
+    assert decoding.fuse() if fused else not decoding.is_fused, decoding.refusal
     decoding.warm_up(graph)
+    return decoding
+
+
+def answers(model: Any, compiled: bool, graph: bool, fused: bool = False) -> list[list[int]]:
+    decoding = opened(model, compiled, graph, fused)
     rows = [2, 0, 3, 1]
     found = [[token] for token in decoding.read(rows, PROMPTS)]
     for number in range(ANSWER - 1):
-        said = decoding.step(64 if number < 10 else 128)
+        said = decoding.step(4, 64 if number < 10 else 128)
         for row, answer in zip(rows, found, strict=True):
             answer.append(said[row])
+    return found
+
+
+def answers_by_width(decoding: Any) -> list[list[list[int]]]:
+    """Answers to the first prompts, one after the other more of them, so that steps of every width make them."""
+    found = []
+    for used in (1, 2, 3, 4):
+        asked = [[token] for token in decoding.read([*range(used)], PROMPTS[:used])]
+        # What a step must neither read nor change.
+        decoding.positions[used:] = 100
+        for number in range(ANSWER - 1):
+            for answer, token in zip(asked, decoding.step(used, 64 if number < 10 else 128), strict=False):
+                answer.append(token)
+        width = next(width for width in decoding.widths if width >= used)
+        assert decoding.positions[width:].tolist() == [100] * (4 - width)
+        found.append(asked)
+    return found
+
+
+def answers_in_pieces(decoding: Any, size: int) -> list[list[int]]:
+    """Prompts are read in pieces, with steps between them that compute slots that are read in part, too; requests come
+    and go, and take slots again. In the order of PROMPTS, each three times."""
+    from paceline.serving.replica.batching import BatchedRequest, Batching, tokens_of_pass
+
+    slots = Batching(replace(settings(), prefill_chunk=size))
+    prompts = [*PROMPTS, *PROMPTS, *PROMPTS]
+    found: list[list[int]] = [[] for _ in prompts]
+    waiting = deque(enumerate(prompts))
+    while waiting or not slots.is_idle:
+        if waiting:
+            number, prompt = waiting.popleft()
+            slots.arrive(BatchedRequest(number, prompt, ANSWER, frozenset()))
+        for tokens in tokens_of_pass(decoding, slots):
+            for number, token, _ in tokens:
+                found[number].append(token)
     return found
 
 
@@ -80,6 +121,24 @@ def test_every_way_of_making_a_step_answers_as_a_plain_loop_does(compiled: bool,
     assert answers(model, compiled, graph) == expected
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_steps_of_every_width_answer_as_a_plain_loop_does(graph: bool) -> None:
+    model = sharpened_model("fp32")
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    decoding = opened(model, False, graph)
+    assert decoding.widths == (1, 2, 4)
+    assert len(decoding._graphs) == (6 if graph else 0), "by width and reach"
+    assert answers_by_width(decoding) == [expected[:used] for used in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("size", [0, 3, 16])
+def test_prompts_read_in_pieces_are_answered_as_a_plain_loop_does(size: int, graph: bool) -> None:
+    model = sharpened_model("fp32")
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    assert answers_in_pieces(opened(model, False, graph), size) == expected * 3
+
+
 def test_bf16_answers_are_the_same_with_and_without_a_graph() -> None:
     model = sharpened_model("bf16")
     assert answers(model, False, True) == answers(model, False, False)
@@ -93,18 +152,116 @@ def test_bf16_answers_are_the_same_with_and_without_a_graph() -> None:
 def test_bf16_answers_are_the_best_that_fp32_knows_within_rounding(compiled: bool, graph: bool, fused: bool) -> None:
     """With our attention, and with all of our kernels. Rounding to bf16 moves a score of this model by 0.05 standard
     deviations of all scores, at most by 0.2; any token but a few is two or more behind the best."""
-    import torch
-
     model = sharpened_model("bf16")
     exact = copy.deepcopy(model).float()
+    behind = how_far_behind(exact, PROMPTS, answers(model, compiled, graph, fused))
+    assert len(behind) == len(PROMPTS) * ANSWER
+    assert max(behind) < 0.4
+
+
+def how_far_behind(exact: Any, prompts: Sequence[list[int]], found: Sequence[list[int]]) -> list[float]:
+    """The best score less that of the answered token, in standard deviations of all scores, for every token."""
+    import torch
+
     behind = []
-    for prompt, answer in zip(PROMPTS, answers(model, compiled, graph, fused), strict=True):
+    for prompt, answer in zip(prompts, found, strict=True):
         with torch.inference_mode():
             scores = exact(input_ids=torch.tensor([prompt + answer], device="cuda"), use_cache=False).logits[0]
         for place, token in enumerate(answer, start=len(prompt) - 1):
             behind.append(float((scores[place].max() - scores[place, token]) / scores[place].std()))
-    assert len(behind) == len(PROMPTS) * ANSWER
+    return behind
+
+
+@pytest.mark.parametrize(("graph", "fused"), [(False, False), (True, False), (False, True), (True, True)])
+def test_bf16_steps_of_every_width_answer_within_rounding(graph: bool, fused: bool) -> None:
+    """With our attention, and with all of our kernels; a step of one slot has products of ours."""
+    model = sharpened_model("bf16")
+    exact = copy.deepcopy(model).float()
+    decoding = opened(model, False, graph, fused)
+    assert decoding.attention == "split"
+    assert len(decoding._graphs) == (3 if graph else 0), "by width"
+    for used, found in zip((1, 2, 3, 4), answers_by_width(decoding), strict=True):
+        behind = how_far_behind(exact, PROMPTS[:used], found)
+        assert len(behind) == used * ANSWER
+        assert max(behind) < 0.4
+
+
+def test_the_scores_of_a_step_do_not_depend_on_its_width() -> None:
+    """With weights of a size for which a step of one slot has products of ours."""
+    import torch
+
+    from paceline.serving.replica import weights
+    from paceline.serving.replica.decoding import Decoding, join_projections
+    from paceline.serving.replica.plans import PRODUCTS
+
+    options = {"hidden": 1024, "heads": 32, "kv_heads": 8, "head_dim": 32, "ffn": 1024}
+    large = replace(settings(), model_options=options, precision="bf16")
+    model = join_projections(weights.open_model(large, 0, torch.device("cuda", 0)))
+    decoding = Decoding(model, slots=12, length=128, reaches=(128,), heads=8, width=32)
+    assert decoding.fuse(), decoding.refusal
+    assert {width: set(step.plan.tiles) for width, step in decoding._fused.items()} == {
+        1: set(PRODUCTS),
+        **{width: set() for width in (2, 4, 8, 12)},
+    }
+    decoding.read([*range(12)], [[7, 5, 3 + number] * 9 for number in range(12)])
+    with torch.inference_mode():
+        expected = decoding._fused[12].scores().float()
+        for width, step in decoding._fused.items():
+            found = step.scores().float()
+            assert found.shape == (width, large.shape.vocab)
+            for row in range(width):
+                assert float((found[row] - expected[row]).norm() / expected[row].norm()) < 0.05
+                assert width == 12 or float((found[row] - expected[row + 1]).norm() / expected[row + 1].norm()) > 0.1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("size", [0, 3, 16])
+def test_bf16_prompts_read_in_pieces_are_answered_within_rounding(size: int, fused: bool) -> None:
+    model = sharpened_model("bf16")
+    exact = copy.deepcopy(model).float()
+    found = answers_in_pieces(opened(model, False, True, fused), size)
+    behind = how_far_behind(exact, PROMPTS * 3, found)
+    assert len(behind) == 3 * len(PROMPTS) * ANSWER
     assert max(behind) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "width", "heads"), [(1, 1, 64, 2), (1, 7, 32, 2), (128, 128, 128, 8), (1024, 333, 128, 2)]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_piece_of_a_prompt_looks_back_at_the_pieces_before_it(
+    start: int, length: int, width: int, heads: int, precision: str
+) -> None:
+    """Against products in fp32; bf16 has FlashAttention's kernel. What the slot has behind the piece is not seen."""
+    import torch
+
+    from paceline.serving.replica import decoding
+
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    device, dtype = torch.device("cuda", 0), torch.bfloat16 if precision == "bf16" else torch.float32
+    current = decoding.Pass(torch.zeros(3, dtype=torch.long, device=device), torch.arange(3, device=device), 2048)
+    current.has_flash = decoding.has_flash(dtype, device, width)
+    assert current.has_flash == (precision == "bf16")
+    current.rows, current.start = torch.tensor([1], device=device), start
+    cache = decoding.KeyValueCache((3, 2048, heads, width), dtype, device, current)
+    cache.keys.normal_()
+    cache.values.normal_()
+    untouched = cache.keys[[0, 2]].clone()
+    query = torch.randn(1, 8, length, width, device=device, dtype=dtype)
+    key, value = torch.randn(2, 1, heads, length, width, device=device, dtype=dtype)
+    with torch.inference_mode(), torch.nn.attention.sdpa_kernel(decoding.PROMPT_KERNELS):
+        found = decoding.prompt_attention(cache, query, key, value, None)
+    end = start + length
+    assert torch.equal(cache.keys[1, start:end], key[0].transpose(0, 1))
+    assert torch.equal(cache.keys[[0, 2]], untouched)
+    keys, values = (part[1, :end].float().repeat_interleave(8 // heads, dim=1) for part in (cache.keys, cache.values))
+    scores = torch.einsum("hqd,nhd->hqn", query[0].float(), keys) / width**0.5
+    later = torch.arange(end, device=device) > torch.arange(start, end, device=device)[:, None]
+    shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+    tolerance = 2e-2 if precision == "bf16" else 1e-4
+    expected = torch.einsum("hqn,nhd->hqd", shares, values)
+    torch.testing.assert_close(found[0].float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", ["split", "flash"])
@@ -122,7 +279,9 @@ def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
 
     torch.manual_seed(0)
     positions = torch.linspace(0, length // 2 - 1, places, device="cuda").long()
-    current = decoding.Pass(positions, torch.arange(places, device="cuda"), length)
+    # A step of the first slots: others have keys and values, too.
+    more = torch.zeros(3, dtype=torch.long, device="cuda")
+    current = decoding.Pass(torch.cat((positions, more)), torch.arange(places + 3, device="cuda"), length)
     if kernel == "split":
         current.split = fused.split_attention(
             torch.bfloat16, positions.device, places, heads, 8 // heads, width, length
@@ -130,7 +289,7 @@ def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
         assert current.split is not None
     current.used = (positions + 1).int()
     assert decoding.has_flash(torch.bfloat16, positions.device, width)
-    cache = decoding.KeyValueCache((places, length, heads, width), torch.bfloat16, positions.device, current)
+    cache = decoding.KeyValueCache((places + 3, length, heads, width), torch.bfloat16, positions.device, current)
     cache.keys.normal_()
     cache.values.normal_()
     query = torch.randn(places, 8, 1, width, device="cuda", dtype=torch.bfloat16)
@@ -209,11 +368,11 @@ matrix:
 """
 
 
-@pytest.mark.parametrize("batching", ["continuous", "static"])
-def test_a_whole_run_is_answered_token_by_token(batching: str, tmp_path: Path, remember: Any) -> None:
+@pytest.mark.parametrize("option", ["batching=continuous", "batching=static", "prefill_chunk=32"])
+def test_a_whole_run_is_answered_token_by_token(option: str, tmp_path: Path, remember: Any) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(RUN)
-    campaign(expansion.load(str(file), [f"engine.batching={batching}"]), tmp_path, remember)
+    campaign(expansion.load(str(file), [f"engine.{option}"]), tmp_path, remember)
     records, skipped = store.read_runs(tmp_path / "own")
     assert not skipped
     assert len(records) == 2

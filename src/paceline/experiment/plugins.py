@@ -88,7 +88,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "attend": ("out", "control"),
         "close": (),
     },
-    "engines": {"preflight": ("spec",)},
+    "engines": {"preflight": ("spec",), "nodes_per_replica": ("spec",), "longest_request": ("spec",)},
     "exporters": {"check": ("directory",)},
 }
 

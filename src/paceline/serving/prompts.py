@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _TEXT = (
 )
 _WORDS = tuple(_TEXT.split())
 LARGEST_FILE = 1 << 30
+# Tokens of a prompt and of its answer.
+Lengths = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +96,25 @@ class Synthetic:
             whole = isinstance(value, int) and not isinstance(value, bool)
             require(whole and value >= least, f"data {name}", value, f"a whole number from {least}")
 
-    def prompts(self, count: int, seed: int, vocab: int, api: str) -> list[Prompt]:
+    def _drawn(self, count: int, seed: int) -> list[tuple[int, int]]:
+        """Tokens of each turn and of its answer."""
         draws = np.random.default_rng([seed, 2])
         sizes = _lengths(self.prompt, self.prompt_mean, self.prompt_spread, draws, count)
         answers = _lengths(self.answer, self.answer_mean, self.answer_spread, draws, count)
+        return list(zip(sizes, answers, strict=True))
+
+    def lengths(self, count: int, seed: int) -> Iterator[Lengths]:
+        """Of each prompt, with all turns before it, and of its answer."""
+        before = 0
+        for number, (size, answer) in enumerate(self._drawn(count, seed)):
+            before = size + (before if number % self.turns else self.shared_prefix)
+            yield before, answer
+            before += answer
+
+    def prompts(self, count: int, seed: int, vocab: int, api: str) -> list[Prompt]:
         made: list[Prompt] = []
         turns: list[Turn] = []
-        for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
+        for number, (size, answer) in enumerate(self._drawn(count, seed)):
             random = np.random.default_rng([seed, 3, number])
             if number % self.turns == 0:
                 shared = np.random.default_rng([seed, 4, number // self.turns % self.prefixes])
@@ -176,6 +190,19 @@ def open_prompts(
     prompts = list(_READERS[data.name](Path(str(data.options["path"])).expanduser(), context))
     require(bool(prompts), "data", str(data), "a file with at least one prompt")
     return prompts[:count]
+
+
+def longest_synthetic(data: Choice, *, count: int | None, seed: int) -> Lengths:
+    """The longest of the prompts that `open_prompts` would make, with its answer. In words instead of token ids, and
+    in a chat, a server may count more tokens."""
+    return max(_synthetic(data).lengths(count or SYNTHETIC_COUNT, seed), key=sum)
+
+
+def longest_of(prompts: Iterable[Prompt]) -> Lengths | None:
+    """The longest prompt of token ids with its answer; None without any: how many tokens a text has is known to the
+    server alone."""
+    lengths = ((len(each.token_ids), each.max_tokens) for each in prompts if each.token_ids is not None)
+    return max(lengths, key=sum, default=None)
 
 
 # --- files ---

@@ -32,6 +32,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import process_guard
 from paceline.host.processes import end_all
 from paceline.launchers.node import rendezvous, torchrun
+from paceline.serving.prompts import longest_synthetic
 from paceline.serving.replica.settings import BATCHING, Meeting, Settings
 
 POLL_S = 0.25
@@ -50,7 +51,10 @@ _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
 _VALIDATION = re.compile(r"\b\d+ validation errors? for \w+$")
 _AFTERMATH = re.compile(r"initialization failed|See root cause|EngineDeadError")
 # The default length, if the model allows it.
-USUAL_LENGTH = 2048
+USUAL_LENGTH, LENGTH_MULTIPLE = 2048, 256
+# Reading so many tokens keeps an H200 busy (46 ms for an 8B model by its rate for 512), and is the longest prompt that
+# is replayed as a CUDA graph.
+USUAL_CHUNK = 1024
 LOG_END_BYTES = 4096
 LOOPBACK = "127.0.0.1"
 COMMAND = (sys.executable, "-m", "paceline.serving.replica", "front")
@@ -216,10 +220,12 @@ def url_of(address: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or the
-    model's context if that is less). batching: continuous or static. tensor_parallel: devices of one replica. nodes:
-    nodes that serve one replica together, with one rank and the same number of devices on each. prefill_tokens: the
-    most tokens of prompts that are read together. ready_s: time limit of the start (default: 80 % of stall_s)."""
+    """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or more
+    if synthetic prompts need it; never more than the model's context). batching: continuous or static. tensor_parallel:
+    devices of one replica. nodes: nodes that serve one replica together, with one rank and the same number of devices
+    on each. prefill_tokens: the most tokens of prompts that are read together. prefill_chunk: the most tokens of
+    prompts that are read between two decode steps with continuous batching; longer prompts are read in pieces (default:
+    1024; 0: no limit). ready_s: time limit of the start (default: 80 % of stall_s)."""
 
     max_batch: int = 32
     max_length: int = 0
@@ -227,14 +233,22 @@ class ReplicaOptions:
     tensor_parallel: int = 1
     nodes: int = 1
     prefill_tokens: int = 16_384
+    prefill_chunk: int | None = None
     ready_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "tensor_parallel", "nodes", "prefill_tokens"):
             require(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "a whole number from 1")
         accepted = "a whole number from 2, or 0 for the default"
-        require(self.max_length >= 0, "engine.max_length", self.max_length, accepted)
+        fits = self.max_length == 0 or self.max_length >= 2
+        require(fits, "engine.max_length", self.max_length, accepted)
         require(self.batching in BATCHING, "engine.batching", self.batching, " or ".join(BATCHING))
+        fits = self.prefill_chunk is None or self.prefill_chunk >= 0
+        require(fits, "engine.prefill_chunk", self.prefill_chunk, "a whole number from 1, or 0 for no limit")
+        fits = self.batching == "continuous" or not self.prefill_chunk
+        require(
+            fits, "engine.prefill_chunk", self.prefill_chunk, "0 with static batching, which reads before it decodes"
+        )
         fits = self.ready_s is None or self.ready_s > 0
         require(fits, "engine.ready_s", self.ready_s, "a positive number of seconds")
 
@@ -259,6 +273,11 @@ def refusal(spec: RunSpec, chosen: ReplicaOptions) -> str | None:
     return spread_refusal(spec, size, chosen.nodes)
 
 
+def longest_request(spec: RunSpec, chosen: ReplicaOptions) -> tuple[int, str]:
+    """The most tokens of a prompt and its answer together, and the option that decides it."""
+    return settings_of(spec, chosen, first_device=0, host=LOOPBACK).max_length, "engine.max_length"
+
+
 def spread_refusal(spec: RunSpec, tensor_parallel: int, nodes: int) -> str | None:
     """Why replicas cannot have so many nodes each."""
     if nodes == 1:
@@ -274,6 +293,8 @@ def spread_refusal(spec: RunSpec, tensor_parallel: int, nodes: int) -> str | Non
 
 def settings_of(spec: RunSpec, chosen: ReplicaOptions, *, first_device: int, host: str) -> Settings:
     assert spec.engine is not None
+    usual_chunk = USUAL_CHUNK if chosen.batching == "continuous" else 0
+    prefill_chunk = usual_chunk if chosen.prefill_chunk is None else chosen.prefill_chunk
     settings = Settings(
         engine=spec.engine.name,
         model=spec.model.name,
@@ -287,10 +308,20 @@ def settings_of(spec: RunSpec, chosen: ReplicaOptions, *, first_device: int, hos
         max_batch=chosen.max_batch,
         max_length=1,
         prefill_tokens=chosen.prefill_tokens,
+        prefill_chunk=prefill_chunk,
         batching=chosen.batching,
         host=host,
     )
-    return replace(settings, max_length=chosen.max_length or min(USUAL_LENGTH, settings.shape.context))
+    return replace(settings, max_length=chosen.max_length or min(usual_length(spec), settings.shape.context))
+
+
+def usual_length(spec: RunSpec) -> int:
+    """Enough for synthetic prompts, whose lengths are known."""
+    data, serving = spec.training.data, spec.serving
+    if serving is None or data.name != "synthetic":
+        return USUAL_LENGTH
+    longest = sum(longest_synthetic(data, count=serving.requests, seed=spec.seed))
+    return max(USUAL_LENGTH, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
 
 
 @contextlib.contextmanager

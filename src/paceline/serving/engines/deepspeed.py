@@ -23,6 +23,10 @@ def check(spec: RunSpec) -> str | None:
     return _server.refusal(spec, parse_options(Options, spec.engine))
 
 
+def longest_request(spec: RunSpec) -> tuple[int, str]:
+    return _server.longest_request(spec, parse_options(Options, spec.engine))
+
+
 def nodes_per_replica(spec: RunSpec) -> int:
     return parse_options(Options, spec.engine).nodes
 

@@ -109,6 +109,11 @@ def check(spec: RunSpec) -> str | None:
     return None if "/" in spec.model.name else directory.unservable(shape)
 
 
+def longest_request(spec: RunSpec) -> tuple[int, str] | None:
+    limit = parse_options(Options, spec.engine).max_model_len
+    return None if limit is None else (limit, "engine.max_model_len")
+
+
 def nodes_per_replica(spec: RunSpec) -> int:
     return parse_options(Options, spec.engine).nodes
 

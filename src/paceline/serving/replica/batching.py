@@ -52,26 +52,41 @@ class Channel:
 class Decoder(Protocol):
     """Computes tokens: see `decoding.Decoding`."""
 
-    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]: ...
-    def step(self, reach: int) -> list[int]: ...
+    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], start: int = 0) -> list[int]: ...
+    def step(self, used: int, reach: int) -> list[int]: ...
     def clear(self, rows: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
 class BatchedRequest:
-    """One request: its prompt, the most tokens of its answer, and the tokens that end it. context: the tokens that it
-    has cached. ended: with static batching it keeps its slot, and nothing more is reported."""
+    """One request: its prompt, the most tokens of its answer, and the tokens that end it. read: tokens of the prompt
+    that have been read. context: the tokens that it has cached once the prompt is read. ended: with static batching it
+    keeps its slot, and nothing more is reported."""
 
     number: int
     prompt: list[int]
     most: int
     ends: frozenset[int]
     tokens: int = 0
+    read: int = 0
     ended: bool = False
     context: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.context = len(self.prompt)
+
+    @property
+    def is_read(self) -> bool:
+        return self.read == len(self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Prompts, or pieces of them, that are read together into their slots. start: where in the prompts they begin."""
+
+    slots: list[int]
+    pieces: list[list[int]]
+    start: int
 
 
 class Batching:
@@ -114,25 +129,50 @@ class Batching:
         self.running.update(admitted)
         return admitted
 
-    def groups(self, admitted: Sequence[tuple[int, BatchedRequest]]) -> Iterator[list[tuple[int, BatchedRequest]]]:
-        """Requests whose prompts are read together, up to `prefill_tokens` with padding: short prompts first, so that
-        little padding is read. Which requests are admitted does not depend on their length, so none waits for ever."""
+    def readings(self) -> Iterator[Reading]:
+        """What is read before the next step: everything that is unread, or at most `prefill_chunk` tokens beginning
+        with the oldest request, so that none waits for ever."""
+        unread = [(slot, each) for slot, each in self.running.items() if not each.is_read and not each.ended]
+        most = self.settings.prefill_chunk
+        if most and unread and len(unread[0][1].prompt) > most:
+            slot, request = unread[0]
+            start = request.read
+            piece = request.prompt[start : start + most]
+            request.read += len(piece)
+            yield Reading([slot], [piece], start)
+            return
+        oldest = unread[:1]
+        for group in self.groups([pair for pair in unread if not most or len(pair[1].prompt) <= most]):
+            if not most or oldest[0] in group:
+                for _, request in group:
+                    request.read = len(request.prompt)
+                yield Reading([slot for slot, _ in group], [request.prompt for _, request in group], 0)
+
+    def groups(self, unread: Sequence[tuple[int, BatchedRequest]]) -> Iterator[list[tuple[int, BatchedRequest]]]:
+        """Requests whose prompts are read together, up to `prefill_tokens` and `prefill_chunk` with padding: short
+        prompts first, so that little padding is read."""
+        most = min(self.settings.prefill_tokens, self.settings.prefill_chunk or self.settings.prefill_tokens)
         group: list[tuple[int, BatchedRequest]] = []
-        for pair in sorted(admitted, key=lambda pair: len(pair[1].prompt)):
-            if group and len(pair[1].prompt) * (len(group) + 1) > self.settings.prefill_tokens:
+        for pair in sorted(unread, key=lambda pair: len(pair[1].prompt)):
+            if group and len(pair[1].prompt) * (len(group) + 1) > most:
                 yield group
                 group = []
             group.append(pair)
         if group:
             yield group
 
-    def reach(self) -> int:
-        """The shortest reach that covers every context, including the token of this step."""
-        longest = max([request.context for request in self.running.values() if not request.ended])
-        return next(reach for reach in self.settings.reaches if reach >= longest)
+    def next_step(self) -> tuple[int, int] | None:
+        """How many slots the next step must compute, beginning with slot 0, and the shortest reach that covers every
+        context, including the token of this step. None if no answer is in progress."""
+        contexts = {slot: each.context for slot, each in self.running.items() if each.is_read and not each.ended}
+        if not contexts:
+            return None
+        longest = max(contexts.values())
+        return max(contexts) + 1, next(reach for reach in self.settings.reaches if reach >= longest)
 
     def to_clear(self) -> list[int]:
-        """Slots without a request whose contexts should be forgotten before the next step; called before each."""
+        """Slots without a request whose contexts should be forgotten before the next step; called before each. A slot
+        whose prompt is only read in part has a request."""
         self.steps += 1
         if self.steps % STEPS_PER_CLEARING:
             return []
@@ -144,7 +184,7 @@ class Batching:
         reported: list[Token] = []
         for slot, token in tokens.items():
             request = self.running.get(slot)
-            if request is None or request.ended:
+            if request is None or request.ended or not request.is_read:
                 continue
             request.tokens += 1
             request.context += 1
@@ -154,14 +194,21 @@ class Batching:
         return reported
 
 
+def tokens_of_pass(decoder: Decoder, batching: Batching) -> Iterator[list[Token]]:
+    """The tokens of what is read before the next step, and then those of the step."""
+    batching.admit()
+    for reading in batching.readings():
+        first = decoder.read(reading.slots, reading.pieces, reading.start)
+        yield batching.record(dict(zip(reading.slots, first, strict=True)))
+    if step := batching.next_step():
+        if slots := batching.to_clear():
+            decoder.clear(slots)
+        yield batching.record(dict(enumerate(decoder.step(*step))))
+
+
 def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
-    """Serve until the front closes the channel. The tokens of one pass are reported before the next pass begins."""
+    """Serve until the front closes the channel. Tokens are reported as soon as they exist."""
     batching = Batching(settings)
-
-    def report(tokens: dict[int, int]) -> None:
-        if recorded := batching.record(tokens):
-            channel.put({"tokens": recorded})
-
     while True:
         for message in channel.take(wait=batching.is_idle):
             if "drop" in message:
@@ -169,10 +216,6 @@ def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
             else:
                 number, prompt, most, ends = (message[key] for key in ("ask", "prompt", "most", "ends"))
                 batching.arrive(BatchedRequest(number, prompt, most, frozenset(ends)))
-        for group in batching.groups(batching.admit()):
-            first = decoder.read([slot for slot, _ in group], [request.prompt for _, request in group])
-            report({slot: token for (slot, _), token in zip(group, first, strict=True)})
-        if batching.is_busy:
-            if slots := batching.to_clear():
-                decoder.clear(slots)
-            report(dict(enumerate(decoder.step(batching.reach()))))
+        for tokens in tokens_of_pass(decoder, batching):
+            if tokens:
+                channel.put({"tokens": tokens})

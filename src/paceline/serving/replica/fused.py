@@ -6,6 +6,7 @@ meanwhile. Here a layer takes 5 (one request) to 10.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,8 @@ def layers_of(model: Any) -> list[Layer]:
 
 
 class FusedStep:
-    """`advance` computes the next token of every slot from `tokens` and `positions`, and writes it to them."""
+    """`advance` computes the next token of every slot from `tokens` and `positions`, and writes it to them. With views
+    of the first slots' tokens and positions it computes these slots alone."""
 
     def __init__(self, model: Any, tokens: Tensor, positions: Tensor, length: int, plan: Plan | None = None) -> None:
         from paceline.serving.replica import kernels
@@ -155,16 +157,29 @@ class FusedStep:
         self.kernels = kernels
         body = model.get_decoder()
         self.layers = layers_of(model)
-        self.tokens, self.positions, self.length = tokens, positions, length
+        self.length = length
         self.embedding, self.norm, self.head = body.embed_tokens.weight, body.norm.weight, model.lm_head.weight
         first = self.layers[0]
-        device, slots = self.head.device, len(tokens)
         _, _, heads, width = first.keys.shape
         self.keyed, self.asking = heads * width, first.attention_out.shape[1]
-        columns = torch.arange(length, device=device)[None]
+        columns = torch.arange(length, device=self.head.device)[None]
         # In the precision of the model, as transformers rotates.
         self.cosines, self.sines = (part[0].contiguous() for part in body.rotary_emb(self.embedding[:1], columns))
-        self.plan = plan or plan_for(first, slots, length, device)
+        self._begin(tokens, positions, plan)
+
+    def narrowed(self, width: int) -> FusedStep:
+        """A step of the first slots: the same weights, tables and cache, but a plan and intermediate results of its
+        own."""
+        step = copy.copy(self)
+        step._begin(self.tokens[:width], self.positions[:width], None)
+        return step
+
+    def _begin(self, tokens: Tensor, positions: Tensor, plan: Plan | None) -> None:
+        """What depends on the number of slots."""
+        kernels, first, device, slots = self.kernels, self.layers[0], self.head.device, len(tokens)
+        _, _, heads, width = first.keys.shape
+        self.tokens, self.positions = tokens, positions
+        self.plan = plan or plan_for(first, slots, self.length, device)
         group = self.asking // self.keyed
         self.attention = kernels.SplitAttention(slots, heads, group, width, self.plan.attention, device)
         self.choice = kernels.Choice(slots, self.head.shape[0], device)

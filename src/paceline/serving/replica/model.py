@@ -25,6 +25,7 @@ from paceline.serving.replica.batching import Channel, serve
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
 from paceline.serving.replica.settings import Meeting, Settings
 
+# Kinds of calls to the other ranks; a call is its kind and three numbers.
 READ, STEP, CLEAR = 0, 1, 2
 # The other ranks wait for the leader until the next request: days, not minutes.
 PATIENCE = datetime.timedelta(days=30)
@@ -94,6 +95,7 @@ def facts(settings: Settings, decoding: Decoding) -> dict[str, Any]:
         "max_batch": settings.max_batch,
         "max_length": settings.max_length,
         "prefill_tokens": settings.prefill_tokens,
+        "prefill_chunk": settings.prefill_chunk,
         "dtype": settings.precision,
         "attention": decoding.attention,
         "projections": "joined" if is_joined(decoding.model) else "separate",
@@ -144,32 +146,37 @@ class Leader:
     def __init__(self, decoding: Decoding, group: Any) -> None:
         self._decoding, self._group = decoding, group
 
-    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
+    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], start: int = 0) -> list[int]:
         longest = max(len(prompt) for prompt in prompts)
-        dist.broadcast(torch.tensor([READ, len(rows), longest]), src=0, group=self._group)
+        self._call(READ, len(rows), longest, start)
         table = [[row, len(p), *p, *[0] * (longest - len(p))] for row, p in zip(rows, prompts, strict=True)]
         dist.broadcast(torch.tensor(table), src=0, group=self._group)
-        return self._decoding.read(rows, prompts)
+        return self._decoding.read(rows, prompts, start)
 
-    def step(self, reach: int) -> list[int]:
-        dist.broadcast(torch.tensor([STEP, reach, 0]), src=0, group=self._group)
-        return self._decoding.step(reach)
+    def step(self, used: int, reach: int) -> list[int]:
+        self._call(STEP, used, reach)
+        return self._decoding.step(used, reach)
 
     def clear(self, rows: Sequence[int]) -> None:
-        dist.broadcast(torch.tensor([CLEAR, len(rows), 0]), src=0, group=self._group)
+        self._call(CLEAR, len(rows))
         dist.broadcast(torch.tensor(rows), src=0, group=self._group)
         self._decoding.clear(rows)
+
+    def _call(self, kind: int, first: int, second: int = 0, third: int = 0) -> None:
+        dist.broadcast(torch.tensor([kind, first, second, third]), src=0, group=self._group)
 
 
 def follow(decoding: Decoding, group: Any) -> None:
     """Make every call that the leader makes, until this process is ended with the replica."""
-    call = torch.zeros(3, dtype=torch.long)
+    call = torch.zeros(4, dtype=torch.long)
     while True:
         dist.broadcast(call, src=0, group=group)
-        kind, count, longest = call.tolist()
+        kind, *numbers = call.tolist()
         if kind == STEP:
-            decoding.advance(count)
+            used, reach, _ = numbers
+            decoding.advance(used, reach)
             continue
+        count, longest, start = numbers
         if kind == CLEAR:
             free = torch.zeros(count, dtype=torch.long)
             dist.broadcast(free, src=0, group=group)
@@ -178,4 +185,4 @@ def follow(decoding: Decoding, group: Any) -> None:
         table = torch.zeros((count, 2 + longest), dtype=torch.long)
         dist.broadcast(table, src=0, group=group)
         rows = table.tolist()
-        decoding.read([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])
+        decoding.read([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows], start)

@@ -14,7 +14,7 @@ from paceline.models.shape import Shape
 # The store of a process group: its host, its port, and the prefix of its keys.
 Meeting = tuple[str, int, str]
 # static: all slots are filled at once, and again when the last answer has ended. continuous: a free slot gets the next
-# request between two steps; reading its prompt delays the others.
+# request between two steps; reading its prompt delays the others, by `prefill_chunk` tokens at a time.
 BATCHING = ("continuous", "static")
 # The shortest part of the keys that a step reads; longer parts are powers of two times this.
 SHORTEST_REACH = 256
@@ -22,10 +22,11 @@ SHORTEST_REACH = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """max_batch: slots, the width of every step. max_length: tokens of a prompt and its answer together.
-    prefill_tokens: the most tokens of prompts that are read together, with padding. compiled: the layers of a step use
-    torch.compile. graph: a step is one CUDA graph. nodes: hosts that share the processes of tensor parallelism. part:
-    the number of this host among them; the first one answers requests."""
+    """max_batch: slots. max_length: tokens of a prompt and its answer together. prefill_tokens: the most tokens of
+    prompts that are read together, with padding. prefill_chunk: the most tokens that are read between two steps; a
+    longer prompt is read in pieces (0: no limit). compiled: the layers of a step use torch.compile. graph: a step is
+    one CUDA graph. nodes: hosts that share the processes of tensor parallelism. part: the number of this host among
+    them; the first one answers requests."""
 
     engine: str
     model: str
@@ -40,6 +41,7 @@ class Settings:
     max_batch: int = 32
     max_length: int = 2048
     prefill_tokens: int = 16_384
+    prefill_chunk: int = 0
     batching: str = "continuous"
     compiled: bool = False
     graph: bool = False

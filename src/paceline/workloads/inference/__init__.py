@@ -19,7 +19,7 @@ from paceline.launchers.node import placement
 from paceline.models import arithmetic
 from paceline.results.records import Evidence
 from paceline.serving import client_ceiling, early_stopping, prompts
-from paceline.serving.prompts import Prompt
+from paceline.serving.prompts import Lengths, Prompt
 from paceline.wording import format_duration
 from paceline.workloads.inference import loadgen, loads, ranks
 from paceline.workloads.inference.session import CHAT, Replica, Replicas, Session
@@ -60,39 +60,63 @@ def check(spec: RunSpec) -> str | None:
         require(serving.loads is None, "loads", serving.loads, "nothing unless the scenario is sweep")
     prompts.check(spec.training.data, serving.scenario)
     loadgen.check(spec)
-    _require_readable(spec)
+    longest = _longest_request(spec)
     if serving.partition == "paired" and replicas_of(spec) < 2:
         return ALONE
     lasting = lasting_s(serving)
     if lasting is not None and lasting >= spec.timeout_s:
         return f"the load lasts at least {lasting:g} s, longer than timeout_s ({spec.timeout_s:g} s)"
     reason = load("engines", spec.engine.name).check(spec)
-    return str(reason) if reason else None
+    if reason:
+        return str(reason)
+    _require_room(spec, longest)
+    return None
 
 
-def _require_readable(spec: RunSpec) -> None:
-    """RequestError for a data file that no run could use. If it is not on this host and the launcher uses other hosts,
-    they check it."""
-    option = spec.training.data.options.get("path")
-    if option is None:
+def _require_room(spec: RunSpec, longest: Lengths | None) -> None:
+    """RequestError if the engine would refuse the longest request."""
+    assert spec.engine is not None
+    limited = getattr(load("engines", spec.engine.name), "longest_request", None)
+    limit = limited(spec) if limited is not None else None
+    if limit is None or longest is None:
         return
+    (prompt, answer), (most, option) = longest, limit
+    if (total := prompt + answer) > most:
+        shape = arithmetic.known_shape(spec.model)
+        longer = f", or set {option} to {total}" if shape is None or total <= shape.context else ""
+        raise RequestError(
+            f"data: got a prompt of {prompt} tokens with an answer of {answer}, expected at most {most} together "
+            f"({option}). Use shorter prompts{longer}"
+        )
+
+
+def _longest_request(spec: RunSpec) -> Lengths | None:
+    """The longest prompt of token ids with its answer, if it is known before the run. RequestError for a data file that
+    no run could use. If it is not on this host and the launcher uses other hosts, they check it."""
+    data, serving = spec.training.data, spec.serving
+    assert serving is not None
+    if data.name == "synthetic":
+        counted = serving.api != CHAT and data.options.get("form", "ids") == "ids"
+        return prompts.longest_synthetic(data, count=serving.requests, seed=spec.seed) if counted else None
+    option = data.options.get("path")
+    if option is None:
+        return None
     path = Path(str(option)).expanduser()
     if not path.exists():
         if getattr(load("launchers", spec.launcher.name), "HERE", False):
-            raise RequestError(f"data: {str(path)!r} does not exist. Expected {spec.training.data.name}:path=FILE")
-        return
-    status, serving = path.stat(), spec.serving
-    assert serving is not None
+            raise RequestError(f"data: {str(path)!r} does not exist. Expected {data.name}:path=FILE")
+        return None
+    status = path.stat()
     arguments = (serving.requests, spec.seed, arithmetic.vocabulary(spec.model), serving.max_tokens, serving.api)
-    _read_once(str(spec.training.data), *arguments, (status.st_size, status.st_mtime_ns))
+    return _read_once(str(data), *arguments, (status.st_size, status.st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=256)
 def _read_once(
     data: str, count: int | None, seed: int, vocab: int, max_tokens: int, api: str, _stamp: tuple[int, int]
-) -> None:
+) -> Lengths | None:
     """A campaign checks every cell and repeat several times; the file is only read again if it changed."""
-    _open_prompts(Choice.parse(data), count, seed, vocab, max_tokens, api)
+    return prompts.longest_of(_open_prompts(Choice.parse(data), count, seed, vocab, max_tokens, api))
 
 
 def replicas_of(spec: RunSpec) -> int:
@@ -166,6 +190,8 @@ def send_loads(
         raise UnsupportedError(ALONE)
     loadgen.require_installed(spec)
     samples = prompts_of(spec)
+    # Not known before if the file is on this node alone.
+    _require_room(spec, prompts.longest_of(samples))
     shards = parse_options(Options, spec.workload).shards
     engine = spec.engine.name
     session = Session(spec.serving, samples, replicas, recorder, engine=engine, shards=shards, dead=dead, quiet=quiet)

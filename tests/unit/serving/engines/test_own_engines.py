@@ -15,7 +15,8 @@ from paceline.errors import LaunchError, RequestError
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.serving.engines import _server, deepspeed, transformers
+from paceline.serving import prompts
+from paceline.serving.engines import _server, deepspeed, transformers, vllm
 from paceline.serving.replica.settings import Settings
 from paceline.workloads import inference
 
@@ -113,3 +114,99 @@ def test_an_architecture_without_a_shape_is_refused(engine: Any, make: Any, tmp_
         inference.check(spec)
     assert str(caught.value) == golden
     assert "phi3" in str(caught.value)
+
+
+def settings_of(spec: RunSpec, engine: ModuleType) -> Settings:
+    options = engine.Options(**spec.engine.options)  # type: ignore[union-attr]
+    return _server.settings_of(spec, options, first_device=0, host="127.0.0.1")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prompts_are_read_in_pieces_by_default_where_others_would_wait(engine: Any, make: Any, golden: object) -> None:
+    def chunk(**options: Any) -> int:
+        return settings_of(make(engine, **options), engine).prefill_chunk
+
+    assert chunk() == 1024
+    assert chunk(prefill_chunk=512) == 512
+    assert chunk(prefill_chunk=0) == 0
+    assert chunk(batching="static") == 0
+    errors = []
+    for options in ({"batching": "static", "prefill_chunk": 512}, {"prefill_chunk": -1}, {"max_length": 1}):
+        with pytest.raises(RequestError) as caught:
+            engine.check(make(engine, **options))
+        errors.append(str(caught.value))
+    assert "\n".join(errors) == golden
+
+
+# --- room for the longest request ---
+
+
+def with_data(spec: RunSpec, data: str, **serving: Any) -> RunSpec:
+    """On a model of 8192 positions."""
+    training = dataclasses.replace(spec.training, data=Choice.parse(data))
+    asked = Serving(**{"requests": 4, **serving})
+    return dataclasses.replace(spec, model=Choice("llama-8b"), training=training, serving=asked)
+
+
+SYNTHETIC = "synthetic:prompt=fixed,prompt_mean=1000,answer_mean=28"
+
+
+def test_the_default_length_has_room_for_synthetic_prompts(make: Any) -> None:
+    def length(data: str, **options: Any) -> int:
+        return settings_of(with_data(make(transformers, **options), data), transformers).max_length
+
+    assert length(SYNTHETIC) == 2048
+    assert length(SYNTHETIC.replace("1000", "2021")) == 2304
+    assert length(SYNTHETIC.replace("1000", "2020")) == 2048
+    assert length(SYNTHETIC.replace("1000", "20000")) == 8192, "the model has no more"
+    assert length(SYNTHETIC.replace("1000", "3000"), max_length=512) == 512
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [(transformers, "max_length"), (deepspeed, "max_length"), (vllm, "max_model_len")]
+)
+def test_a_request_that_does_not_fit_is_refused_before_the_run(
+    engine: Any, option: str, make: Any, golden: object
+) -> None:
+    spec = with_data(make(engine, **{option: 1027}), SYNTHETIC)
+    with pytest.raises(RequestError) as caught:
+        inference.check(spec)
+    assert str(caught.value) == golden
+    assert inference.check(with_data(make(engine, **{option: 1028}), SYNTHETIC)) is None
+    # How many tokens a text or a chat has is known to the server alone.
+    assert inference.check(with_data(make(engine, **{option: 1027}), f"{SYNTHETIC},form=text")) is None
+    assert inference.check(with_data(make(engine, **{option: 1027}), SYNTHETIC, api="chat")) is None
+
+
+def test_a_longer_replica_is_not_suggested_if_the_model_has_no_such_positions(make: Any, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        inference.check(with_data(make(transformers), SYNTHETIC.replace("1000", "20000")))
+    assert str(caught.value) == golden
+
+
+def test_a_request_of_a_file_that_does_not_fit_is_refused_too(make: Any, tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(
+        '{"token_ids": [1, 2, 3], "max_tokens": 6}\n{"token_ids": [1, 2, 3, 4, 5]}\n{"prompt": "a b c d"}\n'
+    )
+    data = f"jsonl:path={file}"
+    assert inference.check(with_data(make(transformers, max_length=9), data, max_tokens=4, requests=None)) is None
+    with pytest.raises(RequestError, match=r"a prompt of 3 tokens with an answer of 6, expected at most 8 together"):
+        inference.check(with_data(make(transformers, max_length=8), data, max_tokens=2, requests=None))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "synthetic",
+        "synthetic:prompt=uniform,prompt_mean=30,answer=lognormal,answer_mean=9,answer_spread=0.5,turns=3",
+        "synthetic:shared_prefix=100,prefixes=2,turns=2,prompt_mean=8",
+        "synthetic:prompt_mean=8,turns=4,form=text",
+    ],
+)
+def test_the_longest_synthetic_request_is_known_without_making_it(data: str) -> None:
+    choice = Choice.parse(data)
+    made = prompts.open_prompts(choice, count=50, seed=7, vocab=100, max_tokens=1)
+    lengths = [(len(each.token_ids or str(each.text).split()), each.max_tokens) for each in made]
+    assert sum(prompts.longest_synthetic(choice, count=50, seed=7)) == max(map(sum, lengths))
+    assert list(prompts._synthetic(choice).lengths(50, 7)) == lengths

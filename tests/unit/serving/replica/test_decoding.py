@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from paceline.errors import UnsupportedError
+from paceline.serving.replica import batching, weights
 from paceline.serving.replica import decoding as decoding_module
-from paceline.serving.replica import weights
 from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
 from paceline.serving.replica.settings import Settings
 
@@ -52,7 +53,7 @@ def over_slots(settings: Settings, model: Any, rank_count: int = 1) -> Decoding:
 def answers(decoding: Decoding, rows: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     found = [[token] for token in decoding.read(rows, prompts)]
     for number in range(count - 1):
-        said = decoding.step(32 if number % 2 else 64)
+        said = decoding.step(max(rows) + 1, 32 if number % 2 else 64)
         for row, answer in zip(rows, found, strict=True):
             answer.append(said[row])
     return found
@@ -71,7 +72,12 @@ def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "refusal"),
-    [(None, None), ("head", "their scores differ by"), ("raises", "RuntimeError: out of resource: shared memory")],
+    [
+        (None, None),
+        ("head", "their scores differ by"),
+        ("one width", "their scores differ by"),
+        ("raises", "RuntimeError: out of resource: shared memory"),
+    ],
 )
 def test_kernels_are_used_only_if_they_pass_a_trial(
     wrong: str | None, refusal: str | None, monkeypatch: pytest.MonkeyPatch
@@ -82,19 +88,23 @@ def test_kernels_are_used_only_if_they_pass_a_trial(
     expected = [plain(model, prompt, 8) for prompt in PROMPTS]
 
     class Step:
-        def __init__(self, model: Any, tokens: Any, positions: Any, length: int, plan: Any) -> None:
+        def __init__(self, model: Any, tokens: Any, positions: Any, length: int) -> None:
             self.decoding, self.tokens, self.positions = over, tokens, positions
             self.kernels = SimpleNamespace(ERRORS=(RuntimeError,))
+
+        def narrowed(self, width: int) -> Step:
+            return Step(None, self.tokens[:width], self.positions[:width], 64)
 
         def scores(self) -> torch.Tensor:
             if wrong == "raises":
                 raise RuntimeError("out of resource: shared memory")
-            assert self.positions.tolist() == [32, 20, 0, 0]
-            found = self.decoding._scores(64)
-            return found.roll(1, dims=1) if wrong == "head" else found * (1 + 0.05 * torch.rand_like(found))
+            assert self.positions.tolist() == [32, 20, 0, 0][: len(self.tokens)]
+            found = self.decoding._scores(len(self.tokens), 64)
+            is_wrong = wrong == "head" or (wrong == "one width" and len(found) == 2)
+            return found.roll(1, dims=1) if is_wrong else found * (1 + 0.05 * torch.rand_like(found))
 
         def advance(self) -> None:
-            self.tokens.copy_(self.decoding._scores(64).argmax(dim=-1, keepdim=True))
+            self.tokens.copy_(self.decoding._scores(len(self.tokens), 64).argmax(dim=-1, keepdim=True))
             self.positions.add_(1)
 
     over = over_slots(LLAMA, model)
@@ -110,13 +120,102 @@ def test_a_place_is_taken_while_others_go_on() -> None:
     expected = [plain(model, prompt, 8) for prompt in PROMPTS[:2]]
     decoding = over_slots(LLAMA, model)
     first = decoding.read([1], PROMPTS[:1])
-    first += [decoding.step(64)[1] for _ in range(3)]
+    first += [decoding.step(4, 64)[1] for _ in range(3)]
     second = decoding.read([3], PROMPTS[1:2])
     for _ in range(7):
-        said = decoding.step(64)
+        said = decoding.step(4, 64)
         first.append(said[1])
         second.append(said[3])
     assert (first[:8], second) == (expected[0], expected[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_a_step_of_any_width_answers_as_a_plain_loop_does_and_leaves_other_slots_alone(name: str) -> None:
+    settings = SETTINGS[name]
+    model = sharpened(weights.open_model(settings, 0, CPU))
+    prompts = [*PROMPTS, [9, 4, 2]]
+    expected = [plain(model, prompt, 8) for prompt in prompts]
+    shape = settings.shape
+    more: dict[str, Any] = {"heads": shape.kv_heads, "width": shape.head_dim}
+    decoding = Decoding(join_projections(model), slots=5, length=64, reaches=(32, 64), **more)
+    assert decoding.widths == (1, 2, 4, 5)
+    for used, width in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 5)):
+        # What is in the other slots is neither read nor changed.
+        decoding.positions.fill_(60)
+        rows = [*range(used)][::-1]
+        found = [[token] for token in decoding.read(rows, prompts[:used])]
+        kept = [part.key_value_cache.keys[width:].clone() for part in attentions(decoding)]
+        for number in range(7):
+            said = decoding.step(used, 32 if number % 2 else 64)
+            assert len(said) == width
+            for row, answer in zip(rows, found, strict=True):
+                answer.append(said[row])
+        assert found == expected[:used]
+        assert decoding.positions[width:].tolist() == [60] * (5 - width)
+        for part, before in zip(attentions(decoding), kept, strict=True):
+            assert torch.equal(part.key_value_cache.keys[width:], before)
+
+
+def attentions(decoding: Decoding) -> list[Any]:
+    return [part for part in decoding.model.modules() if hasattr(part, "key_value_cache")]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize("size", [1, 3, 10, 11, 16])
+def test_a_prompt_read_in_pieces_between_steps_answers_as_a_plain_loop_does(name: str, size: int) -> None:
+    """Steps compute the slot that is read in part, too: several between two pieces, and more than are left to read."""
+    model = sharpened(weights.open_model(SETTINGS[name], 0, CPU))
+    long = [(7 * place + 3) % 50 for place in range(21)]
+    expected = plain(model, PROMPTS[0], 40), plain(model, long, 6)
+    decoding = over_slots(SETTINGS[name], model)
+    running = decoding.read([0], PROMPTS[:1])
+    # What the request before left there.
+    decoding.read([1], [[13] * 40])
+    first = -1
+    for start in range(0, len(long), size):
+        piece = long[start : start + size]
+        (first,) = decoding.read([1], [piece], start)
+        assert int(decoding.positions[1]) == start + len(piece)
+        if start + size < len(long):
+            running += [decoding.step(2, 64)[0] for _ in range(3 if size > 1 else 1)]
+            assert int(decoding.positions[1]) > start + len(piece), "the step computed it"
+    answer = [first]
+    for _ in range(5):
+        said = decoding.step(2, 64)
+        running.append(said[0])
+        answer.append(said[1])
+    assert (running, answer) == (expected[0][: len(running)], expected[1])
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4, 7])
+def test_requests_that_come_and_go_are_answered_as_a_plain_loop_does(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are freed and taken again while others go on, prompts are read in pieces, free slots are cleared, and one
+    request is dropped while its prompt is read."""
+    monkeypatch.setattr(batching, "STEPS_PER_CLEARING", 3)
+    settings = replace(LLAMA, max_batch=4, max_length=64, prefill_chunk=chunk)
+    model = sharpened(weights.open_model(settings, 0, CPU))
+    drawn = random.Random(chunk)
+    prompts = {number: [drawn.randrange(50) for _ in range(drawn.choice((1, 3, 8, 15, 22)))] for number in range(1, 13)}
+    most = {number: drawn.choice((1, 2, 5, 9)) for number in prompts}
+    expected = {number: plain(model, prompt, most[number]) for number, prompt in prompts.items()}
+    decoding, slots = over_slots(settings, model), batching.Batching(settings)
+    said: dict[int, list[int]] = {number: [] for number in prompts}
+    waiting = [*prompts]
+    slots.arrive(batching.BatchedRequest(0, [9] * 30, 5, frozenset()))
+    passes = 0
+    while waiting or not slots.is_idle:
+        for number in waiting[: drawn.choice((0, 1, 1, 3))]:
+            slots.arrive(batching.BatchedRequest(number, prompts[number], most[number], frozenset()))
+            waiting.remove(number)
+        for tokens in batching.tokens_of_pass(decoding, slots):
+            for number, token, _ in tokens:
+                said.get(number, []).append(token)
+        passes += 1
+        if passes == 1:
+            slots.drop(0)
+    assert said == expected
 
 
 def test_a_single_prompt_is_replayed_at_its_padded_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +237,7 @@ def test_a_single_prompt_is_replayed_at_its_padded_length(monkeypatch: pytest.Mo
         replayed.clear()
         first = decoding.read([2], [prompt])
         assert replayed == padded_to, "eleven tokens are more than the longest graph has"
-        assert first + [decoding.step(64)[2] for _ in range(3)] == answer
+        assert first + [decoding.step(4, 64)[2] for _ in range(3)] == answer
 
 
 def test_one_compilation_a_reach_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +388,7 @@ def test_clearing_free_slots_changes_no_answer_and_shortens_what_a_step_reads() 
         for number in range(8):
             if clears and number == 5:
                 decoding.clear([0, 1, 3])
-            said.append(decoding.step(64)[2])
+            said.append(decoding.step(4, 64)[2])
         return said, (decoding.positions.tolist())
 
     plainly, cleared = decoded(False), decoded(True)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.serving import replica
+from paceline.serving.replica import decoding as decoding_module
 from paceline.serving.replica import fused, plans, weights
 from paceline.serving.replica.decoding import Decoding, join_projections
 from paceline.serving.replica.plans import PRODUCTS, Division, Plan, Tile
@@ -94,35 +95,41 @@ STAND_IN = SimpleNamespace(
 )
 
 
+def plain(decoding: Decoding, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            decoding.current.rows = torch.tensor([0])
+            padded = torch.tensor([tokens])
+            tokens.append(int(decoding.model(input_ids=padded, use_cache=False).logits[0, -1].argmax()))
+    decoding.current.rows = None
+    return tokens[len(prompt) :]
+
+
 @pytest.mark.parametrize("ours", [(), PRODUCTS])
 def test_fused_steps_answer_as_a_plain_loop_does(ours: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's products and with ours; a slot is filled while others go on."""
-    tiles = dict.fromkeys(ours, Tile(16, 32, 4))
+    """With torch's products and with ours; slots are filled while others go on, so that steps become wider."""
+    plan = Plan(Division(1, 16, 2, 4), dict.fromkeys(ours, Tile(16, 32, 4)), early=False)
     monkeypatch.setattr(replica, "kernels", STAND_IN, raising=False)
-    monkeypatch.setattr(fused, "is_fusible", lambda model: True)
+    monkeypatch.setattr(fused, "plan_for", lambda *_sizes: plan)
+    monkeypatch.setattr(decoding_module, "is_fusible", lambda model: True)
     decoding = opened(LLAMA)
-    expected = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(6):
-                decoding.current.rows = torch.tensor([0])
-                padded = torch.tensor([tokens])
-                tokens.append(int(decoding.model(input_ids=padded, use_cache=False).logits[0, -1].argmax()))
-        decoding.current.rows = None
-        expected.append(tokens[len(prompt) :])
+    expected = [plain(decoding, prompt, 8) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 8
-    plan = Plan(Division(1, 16, 2, 4), tiles, early=False)
-    step = fused.FusedStep(decoding.model, decoding.tokens, decoding.positions, 64, plan)
-    decoding._fused = step
-    rows = [2, 0, 3]
-    found = {row: [token] for row, token in zip(rows, decoding.read(rows, PROMPTS[:3]), strict=True)}
-    for number in range(6):
-        if number == 1:
-            found[1] = decoding.read([1], PROMPTS[3:])
-        for row, token in enumerate(decoding.step(64)):
-            found.setdefault(row, []).append(token)
-    assert [found[row][:6] for row in (*rows, 1)] == [*expected[:3], expected[3]]
+    assert decoding.fuse()
+    # What is beyond the width of a step stays as it is.
+    decoding.positions.fill_(60)
+    found = {0: decoding.read([0], PROMPTS[:1])}
+    for used, width in ((1, 1), (2, 2), (3, 4), (4, 4), (4, 4), (2, 2), (1, 1)):
+        if used not in (1, len(found)) and len(found) < 4:
+            found[used - 1] = decoding.read([used - 1], [PROMPTS[used - 1]])
+        said = decoding.step(used, 64)
+        assert len(said) == width
+        assert decoding.positions[max(width, len(found)) :].tolist() == [60] * (4 - max(width, len(found)))
+        for row in range(used):
+            found[row].append(said[row])
+    assert {row: len(answer) for row, answer in found.items()} == {0: 8, 1: 6, 2: 4, 3: 3}
+    assert found == {row: expected[row][: len(answer)] for row, answer in found.items()}
 
 
 def test_other_layers_keep_their_own_code() -> None:

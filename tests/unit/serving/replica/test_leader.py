@@ -17,12 +17,12 @@ class Calls:
     def __init__(self) -> None:
         self.made: list[tuple[Any, ...]] = []
 
-    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        self.made.append(("read", list(rows), [list(prompt) for prompt in prompts]))
+    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], start: int = 0) -> list[int]:
+        self.made.append(("read", list(rows), [list(prompt) for prompt in prompts], start))
         return [1] * len(rows)
 
-    def step(self, reach: int) -> list[int]:
-        self.made.append(("step", reach))
+    def step(self, used: int, reach: int) -> list[int]:
+        self.made.append(("step", used, reach))
         return [1]
 
     advance = step
@@ -53,10 +53,16 @@ def test_a_follower_makes_every_call_of_the_leader(monkeypatch: pytest.MonkeyPat
     ours, theirs = Calls(), Calls()
     leader = model.Leader(ours, "leader")  # type: ignore[arg-type]
     leader.read([2, 0], [[5, 6, 7], [8]])
-    leader.step(256)
+    leader.step(3, 256)
     leader.clear([1, 3, 4])
-    leader.step(512)
+    leader.read([1], [[9, 9]], 1024)
+    leader.step(2, 512)
     with pytest.raises(Ended):
         model.follow(theirs, "follower")  # type: ignore[arg-type]
     assert ours.made == theirs.made
-    assert ours.made[2] == ("clear", [1, 3, 4])
+    assert ours.made[1:] == [
+        ("step", 3, 256),
+        ("clear", [1, 3, 4]),
+        ("read", [1], [[9, 9]], 1024),
+        ("step", 2, 512),
+    ]
