@@ -28,7 +28,7 @@ MEASURED = {
 }
 LAUNCHERS = sorted(MEASURED)
 # Of engines only times to wait make no other run.
-REPLICA = "max_batch max_length batching tensor_parallel nodes prefill_tokens"
+REPLICA = "max_batch max_length batching tensor_parallel nodes prefill_tokens prefill_chunk"
 MEASURED_OF_ENGINES = {
     "deepspeed": REPLICA,
     "openai": "url urls model key_env certificates",
