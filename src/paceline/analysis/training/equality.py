@@ -375,7 +375,21 @@ def _sample(run: Observed) -> str | None:
 
 
 def _updates(run: Observed) -> int:
-    return len(run.steps)
+    """Without the steps in which a loss scaler skipped the update."""
+    return sum(max(values) for values in run.by_step("updates").values())
+
+
+def _fp32_precision(run: Observed) -> Mapping[str, str] | None:
+    """How products and convolutions in fp32 are computed: `ieee`, `tf32` or `bf16`."""
+    first = run.evidence.get(0)
+    flags = (first.flags if first else None) or {}
+    return {name: value for name, value in flags.items() if name.startswith("fp32 ") and value != "unknown"} or None
+
+
+def _fp32_precision_differs(run: Observed, baseline: Observed) -> str | None:
+    own, known = _fp32_precision(run) or {}, _fp32_precision(baseline) or {}
+    other = [f"{name} {own[name]} instead of {known[name]}" for name in own if own[name] != known.get(name, own[name])]
+    return ", ".join(other) or None
 
 
 QUANTITIES: tuple[Quantity, ...] = (
@@ -387,6 +401,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("updates", _updates, _unequal(_updates)),
     Quantity("optimizer", _optimizer, _optimizer_differs),
     Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),
+    Quantity("precision of fp32", _fp32_precision, _fp32_precision_differs, needed=False),
     Quantity("reduction dtype", _reduction, _unequal(_reduction), needed=False),
     Quantity("losses", _losses, _losses_differ, seeded=True),
     Quantity("gradient norms", _norms, _norms_differ, needed=False, seeded=True),

@@ -38,6 +38,7 @@ EVIDENCE: Mapping[str, Any] = {
     "final_digests": {"w": "10:00000000000000bb"},
     "groups": [GROUP],
     "dtypes": {"compute": "fp32", "parameters": "fp32"},
+    "flags": {"float32_matmul_precision": "highest", "fp32 products": "ieee"},
     "settings": {"loss": "output", "data": "tokens", "rates": "30:abc", "frozen_parameters": 0, "sample": "token ids"},
 }
 
@@ -230,7 +231,12 @@ def test_what_cannot_be_observed_is_named() -> None:
             "shape of a sample: 16x12 instead of token ids",
         ),
         ({"dtypes": {"compute": "bf16"}}, "compute dtype: bf16 instead of fp32"),
+        ({"flags": {"fp32 products": "tf32"}}, "precision of fp32: fp32 products tf32 instead of ieee"),
         ({"steps": lambda samples: samples[:-2]}, "updates: 29 instead of 30"),
+        (
+            {"steps": lambda samples: tuple(replace(s, updates=int(s.step != 3)) for s in samples)},
+            "updates: 29 instead of 30",
+        ),
         (
             {"steps": lambda samples: tuple(replace(s, tokens=s.tokens // 2) for s in samples)},
             "tokens per step: 256 instead of 512 at step 0",
