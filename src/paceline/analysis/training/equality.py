@@ -283,13 +283,16 @@ def _trained_tensors(run: Observed) -> int | None:
 
 
 def _norms(run: Observed) -> dict[int, float] | None:
-    """The gradient norm of each step; None if a rank has none, or only that of its own part of the model."""
-    found = {}
+    """The gradient norm of each step with an update; None if a rank has none, or only that of its own part of the
+    model."""
+    found, updates = {}, run.by_step("updates")
     for step, values in run.by_step("grad_norm").items():
+        if not any(updates[step]):
+            continue
         known = [value for value in values if value is not None]
         if len(known) != len(values) or max(known) > min(known) * (1 + NORM_TOLERANCE["fp32"][0]):
             return None
-        # A loss scale that was too large makes it infinite; the step is skipped then.
+        # Infinite if a loss scale was too large and the script, or DeepSpeed, left out the update itself.
         if math.isfinite(known[0]):
             found[step] = known[0]
     return found or None

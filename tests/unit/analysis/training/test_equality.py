@@ -267,6 +267,22 @@ def test_less_work_is_different_and_never_ranked(cheat: dict[str, Any], what: st
     assert answer(report)[0].startswith("No recommendation: these 2 configurations did different work")
 
 
+def test_a_skipped_step_without_a_norm_leaves_those_of_the_others() -> None:
+    """Of gradients that overflow in fp16, the norm may be no number."""
+
+    def skipped(factor: float) -> Callable[..., Any]:
+        return lambda samples: tuple(
+            replace(s, updates=0, grad_norm=None) if s.step == 2 else replace(s, grad_norm=s.grad_norm * factor)
+            for s in samples
+        )
+
+    base, same, other = judged(
+        *(run(n, at=at, steps=skipped(f)) for at, (n, f) in enumerate((("a", 1), ("b", 1), ("c", 1.1))))
+    )
+    assert (base.level, same.level) == (CERTIFIED, CERTIFIED)
+    assert other.differs == ("gradient norms: 2.2 instead of 2 at step 0",)
+
+
 def test_groups_are_compared_in_both_directions_and_by_size() -> None:
     """Weight decay on every weight, or on other weights, is another optimizer, although each group is known."""
     some, none = {**GROUP, "elements": 4, "weight_decay": 0.1}, {**GROUP, "elements": 6, "weight_decay": 0.0}
