@@ -283,6 +283,25 @@ def test_a_skipped_step_without_a_norm_leaves_those_of_the_others() -> None:
     assert other.differs == ("gradient norms: 2.2 instead of 2 at step 0",)
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_rounding_grows_slowly_and_a_late_mistake_jumps(compute: str) -> None:
+    least, growth = (1e-4, 1e-5) if compute == "fp32" else (1e-2, 1e-3)
+    dtypes = {"compute": compute, "parameters": "fp32"}
+
+    def deviating(by: Callable[[int], float]) -> Callable[..., Any]:
+        return lambda samples: tuple(replace(s, loss=s.loss * (1 + by(s.step))) for s in samples)
+
+    base, rounded, late = judged(
+        run("ddp", dtypes=dtypes),
+        run("rounded", at=1.0, dtypes=dtypes, steps=deviating(lambda step: 0.9 * growth * step)),
+        run("late", at=2.0, dtypes=dtypes, steps=deviating(lambda step: 1.5 * least * (step >= 25))),
+    )
+    assert base.level == rounded.level == CERTIFIED
+    (what,) = late.differs
+    assert what.startswith("losses: ")
+    assert what.endswith(" at step 25")
+
+
 def test_groups_are_compared_in_both_directions_and_by_size() -> None:
     """Weight decay on every weight, or on other weights, is another optimizer, although each group is known."""
     some, none = {**GROUP, "elements": 4, "weight_decay": 0.1}, {**GROUP, "elements": 6, "weight_decay": 0.0}
