@@ -213,9 +213,11 @@ def _weights(run: Observed) -> tuple[str, ...] | None:
 
 
 def _weights_differ(run: Observed, baseline: Observed) -> str | None:
-    own, known = _weights(run) or (), _weights(baseline) or ()
-    other = len(set(own) - set(known))
-    return f"{other} of {len(own)} tensors" if own != known else None
+    own, known = Counter(_weights(run) or ()), Counter(_weights(baseline) or ())
+    other, missing = (own - known).total(), (known - own).total()
+    if other:
+        return f"{other} of {own.total()} tensors"
+    return f"{missing} of {known.total()} tensors are missing" if missing else None
 
 
 def _parameters(run: Observed) -> tuple[int, Any] | None:

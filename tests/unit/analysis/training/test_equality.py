@@ -219,6 +219,7 @@ def test_what_cannot_be_observed_is_named() -> None:
         ({"off": 0.01}, "losses: 5.05 instead of 5 at step 0"),
         ({"parameters": 9}, "parameters: 9 instead of 10"),
         ({"init_digests": {"w": "10:00000000000000ab"}}, "initial weights: 1 of 1 tensors"),
+        ({"init_digests": {"w": "10:00000000000000aa", "b": "9:00"}}, "initial weights: 1 of 2 tensors"),
         ({"groups": [{**GROUP, "lr": 0.2}]}, "optimizer: lr 0.2 instead of 0.1"),
         ({"groups": [GROUP, {**GROUP, "class": "SGD"}]}, "optimizer: class SGD instead of AdamW"),
         ({"final_digests": EVIDENCE["init_digests"]}, "trained tensors: 0 instead of 1"),
@@ -300,6 +301,12 @@ def test_rounding_grows_slowly_and_a_late_mistake_jumps(compute: str) -> None:
     (what,) = late.differs
     assert what.startswith("losses: ")
     assert what.endswith(" at step 25")
+
+
+def test_a_frozen_tensor_is_missing_among_the_weights() -> None:
+    whole = {"w": "10:00000000000000aa", "b": "9:00", "c": "9:00"}
+    _, frozen = judged(run("ddp", init_digests=whole), run("frozen", at=1.0, init_digests={k: whole[k] for k in "wb"}))
+    assert "initial weights: 1 of 3 tensors are missing" in frozen.differs
 
 
 def test_groups_are_compared_in_both_directions_and_by_size() -> None:
