@@ -169,6 +169,7 @@ def soundness(run: Observed, group: Sequence[Observed]) -> Iterable[Check]:
     """What every run must show, whatever it is compared with."""
     ranks, counts = run.spec.topology.world_size, Counter(run.table.values("rank"))
     wrong = [f"{counts[rank]} on rank {rank}" for rank in range(ranks) if not counts[rank] or counts[rank] != counts[0]]
+    wrong += ["none of them updated the weights"] if run.steps and not _updates(run) else []
     yield _sound("steps", "the same number on every rank, at least 1", wrong, f"{counts[0]} on every rank")
     if _loss_source(run) is not None:
         bad = [str(step) for step, loss in run.losses.items() if not math.isfinite(loss)]

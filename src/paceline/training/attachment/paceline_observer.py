@@ -495,9 +495,11 @@ class Observer:
         step.has_other_loss |= not is_output
         if scaled is not None and scaled[0]() is loss:
             step.backward_losses.append(scaled[1])
-        else:
+        elif is_output and not hasattr(loss, "to_local"):
             # What the model returned has been copied; this value is needed only beside one that it did not return.
-            step.backward_losses.append(loss.detach() if is_output else facts.copy_loss(loss))
+            step.backward_losses.append(loss.detach())
+        else:
+            step.backward_losses.append(facts.copy_loss(loss))
 
     @guarded
     def note_scaled(self, scaled: Any, loss: Any) -> None:
@@ -889,7 +891,7 @@ def wrap_public_functions(own: Observer) -> None:
     def observed_step_scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = own.optimizer_calls
         result = step_scaled(scaler, optimizer, *args, **kwargs)
-        if own.optimizer_calls == before:
+        if own.optimizer_calls == before and isinstance(optimizer, torch.optim.Optimizer):
             own.note_skipped()
         return result
 

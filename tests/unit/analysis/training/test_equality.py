@@ -389,6 +389,7 @@ def test_verdicts_say_the_level() -> None:
     [
         ({"steps": lambda samples: tuple(replace(s, loss=float("nan")) for s in samples)}, "not a number at step 0"),
         ({"steps": lambda samples: samples[:-1]}, "29 on rank 1"),
+        ({"steps": lambda samples: tuple(replace(s, updates=0) for s in samples)}, "none of them updated the weights"),
     ],
 )
 def test_unsound_runs_are_invalid(broken: dict[str, Any], reason: str) -> None:
