@@ -96,9 +96,12 @@ def require(condition: bool, where: str, given: object, accepted: str) -> None:
     >>> require(False, "method", "qlorra", "full, lora or qlora")
     Traceback (most recent call last):
     paceline.errors.RequestError: method: got 'qlorra', expected full, lora or qlora. Did you mean 'qlora'?
+    >>> require(False, "compile", "fas", "false, true or a mode (slow, fast)")
+    Traceback (most recent call last):
+    paceline.errors.RequestError: compile: got 'fas', expected false, true or a mode (slow, fast). Did you mean 'fast'?
     """
     if not condition:
-        names = [name for name in re.split(r", | or ", accepted) if " " not in name]
+        names = [name.strip("()") for name in re.split(r", | or ", accepted) if " " not in name]
         hint = (
             did_you_mean(given, names, CLOSE) if isinstance(given, str) and " " not in given and len(names) > 1 else ""
         )

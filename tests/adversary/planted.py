@@ -416,7 +416,40 @@ def moments_in_16_bit(trainer: Any, spec: RunSpec, seat: Seat) -> None:
     trainer.optimizer.register_step_post_hook(shorten)
 
 
+@mistake
+def rate_of_one_step(trainer: Any, spec: RunSpec, seat: Seat) -> None:
+    def change() -> None:
+        trainer.optimizer.param_groups[0]["lr"] = spec.training.learning_rate * (0.5 if trainer.number == LATE else 1)
+
+    change_gradients(trainer, change)
+
+
+@mistake
+def moments_lost_late(trainer: Any, spec: RunSpec, seat: Seat) -> None:
+    change_gradients(trainer, lambda: trainer.optimizer.state.clear() if trainer.number == LATE else None)
+
+
 # --- clipping ---
+
+
+@mistake
+def clipped_per_rank(trainer: Any, spec: RunSpec, seat: Seat) -> None:
+    """Each rank clips its own gradients before they are averaged; the norm that it reports is that of all."""
+    trainer.sync = lambda last: setattr(trainer.module, "require_backward_grad_sync", False)
+
+    def average(tensors: list[Tensor]) -> list[Tensor]:
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+            tensor.div_(seat.world_size)
+        return tensors
+
+    def clip() -> Tensor:
+        norm = torch.nn.utils.get_total_norm(average([g.clone() for g in gradients(trainer)]))
+        torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), spec.training.clip_norm)
+        average(list(gradients(trainer)))
+        return norm
+
+    trainer.clip = clip
 
 
 @mistake

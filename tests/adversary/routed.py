@@ -62,6 +62,17 @@ def weights_not_scaled(mixture: Mixture) -> None:
     mixture.choose = changed  # type: ignore[method-assign]
 
 
+def neighbours_of_the_chosen(mixture: Mixture) -> None:
+    """Each token is sent to the experts beside those that it chose."""
+    choose = mixture.choose
+
+    def changed(scores: Tensor) -> tuple[Tensor, Tensor]:
+        experts, weights = choose(scores)
+        return experts ^ 1, weights
+
+    mixture.choose = changed  # type: ignore[method-assign]
+
+
 def noisy_scores(mixture: Mixture) -> None:
     scores = mixture.scores
     generator = torch.Generator().manual_seed(1)
@@ -94,6 +105,7 @@ IN_LAYERS: tuple[Callable[[Mixture], None], ...] = (
     fewer_choices,
     third_instead_of_second,
     weights_not_scaled,
+    neighbours_of_the_chosen,
     noisy_scores,
 )
 IN_TRAINER: tuple[Callable[[Any], None], ...] = (no_auxiliary_loss, gradients_of_experts_summed)

@@ -15,6 +15,7 @@ from paceline.experiment.layout import Layout
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.training.strategies import mesh
+from paceline.training.strategies._mesh.context import part_of_sequence
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,31 @@ def other_samples_on_one_rank(trainer: Any) -> None:
         trainer.forward = lambda tokens, *rest: forward(tokens.roll(1, 0), *rest)
 
 
+def last_micro_batch_dropped(trainer: Any) -> None:
+    """The pipeline computes another micro batch twice instead."""
+    run = trainer._run_pipeline
+
+    def dropped() -> Any:
+        trainer.waiting[-1] = trainer.waiting[0]
+        return run()
+
+    trainer._run_pipeline = dropped
+
+
+def positions_of_the_first_rank(trainer: Any) -> None:
+    """Every rank of a sequence counts positions from its beginning."""
+    stage = trainer.stages[0][1]
+    places = part_of_sequence(trainer.spec.training.sequence_length, 0, 2, ring=True)
+    stage.places_of = lambda device: places.to(device)
+
+
 MISTAKES: dict[str, tuple[Callable[[Any], None], dict[str, int]]] = {
     "norms_not_summed": (norms_not_summed, {"tp": 2}),
     "other_samples_on_one_rank": (other_samples_on_one_rank, {"tp": 2}),
     "norm_of_own_stage": (norm_of_own_stage, {"pp": 2}),
     "tied_weights_apart": (tied_weights_apart, {"pp": 2}),
+    "last_micro_batch_dropped": (last_micro_batch_dropped, {"pp": 2}),
+    "positions_of_the_first_rank": (positions_of_the_first_rank, {"cp": 2}),
     "mean_over_parts_of_a_sequence": (mean_over_parts_of_a_sequence, {"cp": 2}),
 }
 

@@ -63,8 +63,11 @@ REFUSED_BY = {
     "decay_added_to_gradients": "optimizer",
     "two_updates_periodic": "optimizer steps",
     "skipped_updates_periodic": LOSS,
+    "rate_of_one_step": GROUPS,
+    "moments_lost_late": LOSS,
     "moments_in_16_bit": "matrix products",
     "lost_clipping": "gradient clipping",
+    "clipped_per_rank": LOSS,
     "fast_products_late": "precision switches",
     "autocast_to_another_dtype": "matrix products",
     "operands_in_8_bit": "matrix products",
@@ -81,6 +84,8 @@ REFUSED_SPLIT = {
     "other_samples_on_one_rank": LOSS,
     "norm_of_own_stage": "gradient norm on all ranks",
     "tied_weights_apart": NORM,
+    "last_micro_batch_dropped": LOSS,
+    "positions_of_the_first_rank": LOSS,
     "mean_over_parts_of_a_sequence": NORM,
 }
 REFUSED_ROUTED = {
@@ -88,6 +93,7 @@ REFUSED_ROUTED = {
     "fewer_choices": "router decisions",
     "third_instead_of_second": "router decisions",
     "weights_not_scaled": "router decisions",
+    "neighbours_of_the_chosen": "router decisions",
     "noisy_scores": "router decisions",
     "no_auxiliary_loss": LOSS,
     "gradients_of_experts_summed": NORM,

@@ -32,6 +32,8 @@ ROUNDED_TOLERANCE = (1e-2, 1e-3)
 # The gradient norm reacts more strongly, to rounding and to a missing part of the gradient.
 NORM_TOLERANCE = {"fp32": (1e-3, 1e-4)}
 ROUNDED_NORM_TOLERANCE = (1e-1, 1e-2)
+# How far deviations grow, and in how many steps.
+GROWTH, GROWTH_STEPS = 10.0, 5
 # If the data of a script is shuffled without a seed, its padding varies.
 TOKENS_TOLERANCE = 0.05
 # Which code computes an update does not change what it computes.
@@ -167,6 +169,7 @@ def soundness(run: Observed, group: Sequence[Observed]) -> Iterable[Check]:
     """What every run must show, whatever it is compared with."""
     ranks, counts = run.spec.topology.world_size, Counter(run.table.values("rank"))
     wrong = [f"{counts[rank]} on rank {rank}" for rank in range(ranks) if not counts[rank] or counts[rank] != counts[0]]
+    wrong += ["none of them updated the weights"] if run.steps and not _updates(run) else []
     yield _sound("steps", "the same number on every rank, at least 1", wrong, f"{counts[0]} on every rank")
     if _loss_source(run) is not None:
         bad = [str(step) for step, loss in run.losses.items() if not math.isfinite(loss)]
@@ -211,9 +214,11 @@ def _weights(run: Observed) -> tuple[str, ...] | None:
 
 
 def _weights_differ(run: Observed, baseline: Observed) -> str | None:
-    own, known = _weights(run) or (), _weights(baseline) or ()
-    other = len(set(own) - set(known))
-    return f"{other} of {len(own)} tensors" if own != known else None
+    own, known = Counter(_weights(run) or ()), Counter(_weights(baseline) or ())
+    other, missing = (own - known).total(), (known - own).total()
+    if other:
+        return f"{other} of {own.total()} tensors"
+    return f"{missing} of {known.total()} tensors are missing" if missing else None
 
 
 def _parameters(run: Observed) -> tuple[int, Any] | None:
@@ -283,13 +288,16 @@ def _trained_tensors(run: Observed) -> int | None:
 
 
 def _norms(run: Observed) -> dict[int, float] | None:
-    """The gradient norm of each step; None if a rank has none, or only that of its own part of the model."""
-    found = {}
+    """The gradient norm of each step with an update; None if a rank has none, or only that of its own part of the
+    model."""
+    found, updates = {}, run.by_step("updates")
     for step, values in run.by_step("grad_norm").items():
+        if not any(updates[step]):
+            continue
         known = [value for value in values if value is not None]
         if len(known) != len(values) or max(known) > min(known) * (1 + NORM_TOLERANCE["fp32"][0]):
             return None
-        # A loss scale that was too large makes it infinite; the step is skipped then.
+        # Infinite if a loss scale was too large and the script, or DeepSpeed, left out the update itself.
         if math.isfinite(known[0]):
             found[step] = known[0]
     return found or None
@@ -331,9 +339,24 @@ def _losses_differ(run: Observed, baseline: Observed) -> str | None:
 
 
 def _deviates(own: Mapping[int, float], known: Mapping[int, float], least: float, growth: float) -> str | None:
-    """The first step at which a relative deviation exceeds the least tolerance and what each step adds to it."""
+    """The first step at which a relative deviation exceeds its limit: the least tolerance and what each step adds.
+
+    Rounding errors grow slowly, so a limit above the least one is at most GROWTH times the largest deviation until
+    GROWTH_STEPS steps before: a mistake that begins late jumps.
+
+    >>> honest = {step: 1 + 1e-4 * step for step in range(40)}
+    >>> _deviates(honest, dict.fromkeys(honest, 1.0), 1e-3, 1e-4)
+    >>> late = {step: 1 + 4e-3 * (step > 35) for step in range(40)}
+    >>> _deviates(late, dict.fromkeys(late, 1.0), 1e-3, 1e-4)
+    '1.004 instead of 1 at step 36'
+    """
+    deviations: list[float] = []
+    reached = 0.0
     for step in (step for step in own if step in known):
-        if not abs(own[step] - known[step]) / max(abs(known[step]), 1e-30) <= least + growth * step:
+        if len(deviations) > GROWTH_STEPS:
+            reached = max(reached, deviations[-GROWTH_STEPS - 1])
+        deviations.append(abs(own[step] - known[step]) / max(abs(known[step]), 1e-30))
+        if not deviations[-1] <= max(least, min(least + growth * step, GROWTH * reached)):
             return f"{own[step]:.6g} instead of {known[step]:.6g} at step {step}"
     return None
 
@@ -375,7 +398,21 @@ def _sample(run: Observed) -> str | None:
 
 
 def _updates(run: Observed) -> int:
-    return len(run.steps)
+    """Without the steps in which a loss scaler skipped the update."""
+    return sum(max(values) for values in run.by_step("updates").values())
+
+
+def _fp32_precision(run: Observed) -> Mapping[str, str] | None:
+    """How products and convolutions in fp32 are computed: `ieee`, `tf32` or `bf16`."""
+    first = run.evidence.get(0)
+    flags = (first.flags if first else None) or {}
+    return {name: value for name, value in flags.items() if name.startswith("fp32 ") and value != "unknown"} or None
+
+
+def _fp32_precision_differs(run: Observed, baseline: Observed) -> str | None:
+    own, known = _fp32_precision(run) or {}, _fp32_precision(baseline) or {}
+    other = [f"{name} {own[name]} instead of {known[name]}" for name in own if own[name] != known.get(name, own[name])]
+    return ", ".join(other) or None
 
 
 QUANTITIES: tuple[Quantity, ...] = (
@@ -387,6 +424,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("updates", _updates, _unequal(_updates)),
     Quantity("optimizer", _optimizer, _optimizer_differs),
     Quantity("compute dtype", _dtypes, _unequal(_dtypes), needed=False),
+    Quantity("precision of fp32", _fp32_precision, _fp32_precision_differs, needed=False),
     Quantity("reduction dtype", _reduction, _unequal(_reduction), needed=False),
     Quantity("losses", _losses, _losses_differ, seeded=True),
     Quantity("gradient norms", _norms, _norms_differ, needed=False, seeded=True),

@@ -22,6 +22,7 @@ TOKEN_NAMES = ("input_ids", "tokens", "token_ids", "idx", "inputs")
 MOST_WRAPPERS = 20
 LABEL_NAMES = ("labels", "targets", "target", "label")
 NO_TOKEN_NAMES = (*LABEL_NAMES, "attention_mask", "position_ids")
+_OUTPUT = "paceline_output"
 INTEGRAL = (torch.int64, torch.int32, torch.int16)
 
 
@@ -102,6 +103,35 @@ def loss_in(output: Any) -> Any:
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
+
+
+def mark_output(loss: Any) -> None:
+    """Mark a loss that a model returned, in the graph: its backward pass may begin with what the script makes of it."""
+    if loss.grad_fn is not None:
+        loss.grad_fn.metadata[_OUTPUT] = loss.output_nr
+
+
+def is_scaled_output(loss: Any) -> bool:
+    """Whether a loss is one that a model returned, perhaps divided by the number of micro batches: on the way to it,
+    every operation has one operand with a gradient.
+
+    >>> import torch
+    >>> returned = torch.ones(1, requires_grad=True).exp()
+    >>> mark_output(returned)
+    >>> is_scaled_output(returned / 4), is_scaled_output(returned + returned.exp())
+    (True, False)
+    """
+    node, number = loss.grad_fn, loss.output_nr
+    for _ in range(MOST_WRAPPERS):
+        if node is None:
+            return False
+        if node.metadata.get(_OUTPUT) == number:
+            return True
+        operands = [each for each in node.next_functions if each[0] is not None]
+        if len(operands) != 1:
+            return False
+        ((node, number),) = operands
+    return False
 
 
 def copy_loss(loss: Any) -> Any:
@@ -201,6 +231,7 @@ def group_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in sorted(group.items()):
         if name in IMPLEMENTATION:
             continue
+        value = number(value)
         if isinstance(value, list | tuple):
             values |= {f"{name}[{i}]": float(x) for i, x in enumerate(value) if isinstance(x, int | float)}
         elif value is None or isinstance(value, bool | int | float | str):
@@ -209,9 +240,15 @@ def group_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def number(value: Any) -> Any:
+    """The number in a tensor, as a learning rate of compiled optimizers is, with as many digits as fp32 has; anything
+    else itself."""
+    return float(f"{value.item():.7g}") if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
-    """Which hyper-parameters are others at the end than at the first step, but for learning rates, of which the whole
-    sequence is recorded.
+    """Which hyper-parameters, or switches of precision, are others at the end than at the first step, but for learning
+    rates, of which the whole sequence is recorded.
 
     >>> changed([{"lr": 1.0, "weight_decay": 0.1}], [{"lr": 0.5, "weight_decay": 0.0}])
     'weight_decay 0.1 to 0.0'
@@ -278,21 +315,32 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-def precision_flags() -> dict[str, str]:
-    """torch's switches that change the arithmetic of products."""
+def precision_flags(device: str) -> dict[str, str]:
+    """torch's switches that change the arithmetic of products. Those in fp32 are `ieee`, `tf32` or `bf16` here."""
+    backend: Any = torch.backends.cudnn if device == "cuda" else torch.backends.mkldnn
+    products: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
     switches: dict[str, Callable[[], Any]] = {
         "float32_matmul_precision": torch.get_float32_matmul_precision,
         "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
         "default_dtype": torch.get_default_dtype,
+        "fp32 products": lambda: _fp32_precision(products.matmul),
+        "fp32 convolutions": lambda: _fp32_precision(backend.conv),
     }
     return {name: _read_switch(read) for name, read in switches.items()}
+
+
+def _fp32_precision(operation: Any) -> str:
+    """`none` is what holds for all operations, which is `ieee` by default."""
+    own, whole = operation.fp32_precision, torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return next((str(each) for each in (own, whole) if each != "none"), "ieee")
 
 
 def _read_switch(read: Callable[[], Any]) -> str:
     try:
         return str(read())
-    except RuntimeError:
-        # Set by torch's newer switches, as transformers does for compiled models; the older ones cannot be read then.
+    except (RuntimeError, AttributeError):
+        # torch before 2.9 has no switch of one operation. Where its newer switches were set, as transformers does for
+        # compiled models, the older ones cannot be read.
         return "unknown"
 
 

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,6 +81,20 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+@dataclass(slots=True)
+class Aside:
+    """Forward passes with gradients of a model in evaluation mode: when they began, and what the step had before them.
+
+    is_work: whether an input needs a gradient, as in adversarial training: that is no evaluation.
+    """
+
+    began: Any
+    batches: int
+    losses: int
+    spans: int
+    is_work: bool
+
+
 class Observer:
     """The state of one process. `options` are those of the workload script, see `paceline.workloads.script`."""
 
@@ -107,7 +122,11 @@ class Observer:
         self.paused_at: Any = None
         self.optimizer_began: Any = None
         self.backward_depth = 0
-        self.closure_calls = 0
+        self.closure_calls = self.optimizer_calls = 0
+        # The models that were called in training mode, and forward passes in evaluation mode since the last backward
+        # pass, of one of them.
+        self.trains: set[int] = set()
+        self.aside: Aside | None = None
         # What a GradScaler returned last, as a weak reference, and the loss that it scaled.
         self.scaled: tuple[Any, Any] | None = None
         self.readout = Readout(self.write_text)
@@ -307,10 +326,20 @@ class Observer:
             self.close_step()
         self.end_at_limit()
         step = self.step or self.open_step(now)
+        is_first = not step.batches
+        if module.training:
+            self.trains.add(id(module))
+            if self.aside is not None:
+                is_first = self.leave_aside(now)
+        elif self.aside is None:
+            is_work = any(t.requires_grad for t in digests.tensors_in(args, kwargs).values())
+            if is_work or id(module) in self.trains:
+                began = now if self.pause_began is None else self.pause_began
+                self.aside = Aside(began, len(step.batches), len(step.losses), len(step.spans), is_work)
         if self.paused_at is not None:
             step.spans.append(("pause", self.paused_at, now))
             self.paused_at = None
-        if not step.batches and (self.last_end is not None or self.is_tracked):
+        if is_first and (self.last_end is not None or self.is_tracked):
             step.spans.append(("data_wait", step.begin, now))
         self.announced = None
         if self.reader is None and self.first is None:
@@ -327,6 +356,19 @@ class Observer:
             self.facts["autocast"] = facts.autocast(self.facts["device"])
         self.forward_began = now
 
+    def leave_aside(self, now: Any) -> bool:
+        """Forward passes in evaluation mode that no backward pass followed were an evaluation without `no_grad`.
+        Returns whether the step has nothing before it."""
+        aside, step, self.aside = self.aside, self.step, None
+        if aside is None or step is None:
+            return False
+        del step.batches[aside.batches :], step.losses[aside.losses :]
+        if not aside.is_work:
+            # Pauses since then are a part of this one.
+            step.spans[aside.spans :] = [("pause", aside.began, now)]
+            self.paused_at = None
+        return not aside.is_work and not step.batches
+
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         step, began = self.step, self.forward_began
         if step is None or began is None or not torch.is_grad_enabled():
@@ -339,6 +381,7 @@ class Observer:
         if loss is not None and self.closure_calls < 2:
             # A copy: compiled graphs write the next loss into the same memory, and scripts divide it in place.
             step.losses.append(facts.copy_loss(loss))
+            facts.mark_output(loss)
             # Hugging Face Trainer divides the loss of a micro batch by the labels of the whole step, of all ranks.
             step.divisor = kwargs.get("num_items_in_batch")
 
@@ -403,6 +446,7 @@ class Observer:
         self.backward_depth += 1
         if self.backward_depth > 1 or self.broken is not None or is_compiling():
             return None
+        self.aside = None
         if self.root is None or self.is_blind:
             self.begin_blindly(tensors)
         try:
@@ -445,10 +489,15 @@ class Observer:
             self.optimizer_began = end
         loss, scaled = _first(tensors), self.scaled
         self.scaled = None
-        if step.losses or self.closure_calls > 1 or getattr(loss, "numel", lambda: 0)() != 1:
+        if self.closure_calls > 1 or getattr(loss, "numel", lambda: 0)() != 1:
             return
+        is_output = bool(step.losses) and facts.is_scaled_output(loss)
+        step.has_other_loss |= not is_output
         if scaled is not None and scaled[0]() is loss:
             step.backward_losses.append(scaled[1])
+        elif is_output and not hasattr(loss, "to_local"):
+            # What the model returned has been copied; this value is needed only beside one that it did not return.
+            step.backward_losses.append(loss.detach())
         else:
             step.backward_losses.append(facts.copy_loss(loss))
 
@@ -458,10 +507,21 @@ class Observer:
         if scaled is not loss and getattr(loss, "numel", lambda: 0)() == 1:
             self.scaled = weakref.ref(scaled), facts.copy_loss(loss)
 
+    @guarded
+    def note_skipped(self) -> None:
+        """A GradScaler did not call the optimizer, because gradients were not finite: the step ends without update."""
+        if self.step is None or self.step.end is not None:
+            return
+        self.step.updates = 0
+        if not self.is_tracked:
+            self.step.end = self.clock.mark()
+        self.stop_instruments(self.step)
+
     def enter_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Global hook before every optimizer step. A closure counts its calls: those after the first one, as of LBFGS,
         evaluate the same samples again."""
         self.before_step(optimizer)
+        self.optimizer_calls += 1
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None or self.broken is not None:
             return None
@@ -475,6 +535,8 @@ class Observer:
     @guarded
     def before_step(self, optimizer: Any) -> None:
         self.optimizer_began = self.clock.mark()
+        if self.aside is not None:
+            self.leave_aside(self.optimizer_began)
         if self.root is None and self.is_blind:
             self.root = facts.owner_of(optimizer)
         if self.root is None:
@@ -521,7 +583,7 @@ class Observer:
         )
         self.facts["autocast"] = self.facts.get("autocast") or facts.hidden_autocast(self.root)
         self.facts["weights"] = weights.digests_of(self.read)
-        self.facts["flags"] = facts.precision_flags()
+        self.facts["flags"] = facts.precision_flags(self.facts["device"])
         self.facts["began_at_s"] = time.time()
 
     def read_more(self, number: int) -> None:
@@ -541,9 +603,12 @@ class Observer:
             rate = group.get("lr")
             if isinstance(rate, NUMBER):
                 rates.add(rate)
+            elif getattr(rate, "is_cpu", False):
+                rates.add(facts.number(rate))
         if self.optimizer_began is not None:
             self.step.spans.append(("optimizer", self.optimizer_began, end))
             self.optimizer_began = None
+        self.step.updates = 1
         if not self.is_tracked:
             self.step.end = end
         if self.wire is not None or self.profiler is not None:
@@ -605,7 +670,7 @@ class Observer:
     def open_step(self, now: Any) -> Step:
         number = self.readout.steps
         step = self.step = Step(number, now if self.last_end is None else self.last_end, self.pauses)
-        self.pauses = []
+        self.pauses, self.aside = [], None
         if self.early is not None and self.root is not None:
             optimizer, self.early = self.early, None
             self.note_optimizer(optimizer)
@@ -640,10 +705,13 @@ class Observer:
         if step.norm is None and self.norm_of is not None:
             step.norm = self.norm_of()
         tracked = self.tracked.get("losses")
-        source = "track" if tracked else "output" if step.losses else "backward"
+        # A script may train more than the loss that the model returns: a penalty, or what a teacher says.
+        is_output = bool(step.losses) and not step.has_other_loss
+        source = "track" if tracked else "output" if is_output else "backward"
         # The sum of what was differentiated: scripts divide by the number of micro batches before they do that.
         step.adds_losses = source == "backward" or (source == "output" and step.divisor is not None)
-        step.losses = tracked or step.losses or step.backward_losses
+        step.losses = tracked or (step.losses if is_output else step.backward_losses)
+        step.backward_losses = []
         self.sources[LOSS_SOURCES[source if step.losses else "none"]] += 1
         if self.tracked:
             step.given_tokens = self.tracked.get("tokens")
@@ -733,9 +801,10 @@ class Observer:
         is_known = self.root is not None and not self.facts.get("crash")
         final = weights.digests_of(self.read) if is_known else None
         self.facts.setdefault("crash", self.failed_exit)
-        self.facts["changed"] = facts.changed(
-            self.facts.get("groups") or [], [facts.group_of(*each) for each in self.groups.values()]
-        )
+        before, now = self.facts.get("groups") or [], [facts.group_of(*each) for each in self.groups.values()]
+        if flags := self.facts.get("flags"):
+            before, now = [*before, flags], [*now, facts.precision_flags(self.facts["device"])]
+        self.facts["changed"] = facts.changed(before, now)
         self.write_facts(final_weights=final)
         self.file.close()
         self.file = None
@@ -800,7 +869,7 @@ def wrap_public_functions(own: Observer) -> None:
     """Backward passes, scaled losses, gradient clipping, saving and `os._exit` have no hook: their public functions are
     wrapped."""
     backward, save, leave, scale = torch.autograd.backward, torch.save, os._exit, torch.amp.GradScaler.scale
-    make, leave_python = torch.optim.Optimizer.__init__, sys.exit
+    make, leave_python, step_scaled = torch.optim.Optimizer.__init__, sys.exit, torch.amp.GradScaler.step
 
     @functools.wraps(backward)
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -817,6 +886,14 @@ def wrap_public_functions(own: Observer) -> None:
         scaled = scale(scaler, outputs)
         own.note_scaled(scaled, outputs)
         return scaled
+
+    @functools.wraps(step_scaled)
+    def observed_step_scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = own.optimizer_calls
+        result = step_scaled(scaler, optimizer, *args, **kwargs)
+        if own.optimizer_calls == before and isinstance(optimizer, torch.optim.Optimizer):
+            own.note_skipped()
+        return result
 
     @functools.wraps(save)
     def save_without_hooks(*args: Any, **kwargs: Any) -> Any:
@@ -844,6 +921,7 @@ def wrap_public_functions(own: Observer) -> None:
     sys.exit = observed_exit
     torch.optim.Optimizer.__init__ = observed_make  # type: ignore[method-assign,assignment]
     torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign,assignment]
+    torch.amp.GradScaler.step = observed_step_scaled  # type: ignore[method-assign,assignment]
     torch.autograd.backward = observed_backward
     torch.nn.utils.clip_grad_norm_ = observed_clip(own, torch.nn.utils.clip_grad_norm_)
     torch.nn.utils.clip_grads_with_norm_ = observed_clip(own, torch.nn.utils.clip_grads_with_norm_)

@@ -60,7 +60,8 @@ class Step:
 
     Numbers are tensors of one element until they have arrived. adds_losses: each is a part of the whole. divisor: the
     number of labels on all ranks, by which each was divided. rates: learning rates. given_tokens: those that the script
-    says. digest: the sum of those of the micro batches. source: the model that was given them.
+    says. digest: the sum of those of the micro batches. source: the model that was given them. updates: 0 if a loss
+    scaler skipped the update. has_other_loss: a backward pass began with something else than a loss of the model.
     """
 
     number: int
@@ -77,6 +78,8 @@ class Step:
     given_tokens: int | None = None
     digest: int = 0
     source: Any = None
+    updates: int = 1
+    has_other_loss: bool = False
 
     def seconds(self, clock: Any) -> dict[str, float]:
         """Seconds by phase. The wait for data does not contain the pauses before the first forward pass."""
@@ -275,7 +278,7 @@ def line_of(step: Step, rank: int, clock: Any) -> str:
         f'{{"kind": "step", "rank": {rank}, "step": {step.number}, "duration_s": {duration:.9g}, '
         f'"data_wait_s": {waited}, "h2d_s": null, "h2d_bytes": null, "forward_s": {forward}, "backward_s": {backward}, '
         f'"optimizer_s": {optimizer}, "tokens": {counted if tokens is None else tokens}, "samples": {samples}, '
-        f'"micro_batches": {max(len(step.batches), 1)}, "updates": 1, "loss": {loss}, '
+        f'"micro_batches": {max(len(step.batches), 1)}, "updates": {step.updates}, "loss": {loss}, '
         f'"grad_norm": {"null" if norm is None or norm != norm else _number(norm)}, '
         f'"data_digest": {step.digest & digests.MASK64}, "variant": 0, "positions": {positions}, '
         f'"label_tokens": {labels if is_labelled else "null"}, "attended_keys": null}}\n'

@@ -38,6 +38,7 @@ EVIDENCE: Mapping[str, Any] = {
     "final_digests": {"w": "10:00000000000000bb"},
     "groups": [GROUP],
     "dtypes": {"compute": "fp32", "parameters": "fp32"},
+    "flags": {"float32_matmul_precision": "highest", "fp32 products": "ieee"},
     "settings": {"loss": "output", "data": "tokens", "rates": "30:abc", "frozen_parameters": 0, "sample": "token ids"},
 }
 
@@ -218,6 +219,7 @@ def test_what_cannot_be_observed_is_named() -> None:
         ({"off": 0.01}, "losses: 5.05 instead of 5 at step 0"),
         ({"parameters": 9}, "parameters: 9 instead of 10"),
         ({"init_digests": {"w": "10:00000000000000ab"}}, "initial weights: 1 of 1 tensors"),
+        ({"init_digests": {"w": "10:00000000000000aa", "b": "9:00"}}, "initial weights: 1 of 2 tensors"),
         ({"groups": [{**GROUP, "lr": 0.2}]}, "optimizer: lr 0.2 instead of 0.1"),
         ({"groups": [GROUP, {**GROUP, "class": "SGD"}]}, "optimizer: class SGD instead of AdamW"),
         ({"final_digests": EVIDENCE["init_digests"]}, "trained tensors: 0 instead of 1"),
@@ -230,7 +232,12 @@ def test_what_cannot_be_observed_is_named() -> None:
             "shape of a sample: 16x12 instead of token ids",
         ),
         ({"dtypes": {"compute": "bf16"}}, "compute dtype: bf16 instead of fp32"),
+        ({"flags": {"fp32 products": "tf32"}}, "precision of fp32: fp32 products tf32 instead of ieee"),
         ({"steps": lambda samples: samples[:-2]}, "updates: 29 instead of 30"),
+        (
+            {"steps": lambda samples: tuple(replace(s, updates=int(s.step != 3)) for s in samples)},
+            "updates: 29 instead of 30",
+        ),
         (
             {"steps": lambda samples: tuple(replace(s, tokens=s.tokens // 2) for s in samples)},
             "tokens per step: 256 instead of 512 at step 0",
@@ -259,6 +266,47 @@ def test_less_work_is_different_and_never_ranked(cheat: dict[str, Any], what: st
     assert not report.recommendations
     assert len({m.cell for m in report.measurements}) == 2
     assert answer(report)[0].startswith("No recommendation: these 2 configurations did different work")
+
+
+def test_a_skipped_step_without_a_norm_leaves_those_of_the_others() -> None:
+    """Of gradients that overflow in fp16, the norm may be no number."""
+
+    def skipped(factor: float) -> Callable[..., Any]:
+        return lambda samples: tuple(
+            replace(s, updates=0, grad_norm=None) if s.step == 2 else replace(s, grad_norm=s.grad_norm * factor)
+            for s in samples
+        )
+
+    base, same, other = judged(
+        *(run(n, at=at, steps=skipped(f)) for at, (n, f) in enumerate((("a", 1), ("b", 1), ("c", 1.1))))
+    )
+    assert (base.level, same.level) == (CERTIFIED, CERTIFIED)
+    assert other.differs == ("gradient norms: 2.2 instead of 2 at step 0",)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_rounding_grows_slowly_and_a_late_mistake_jumps(compute: str) -> None:
+    least, growth = (1e-4, 1e-5) if compute == "fp32" else (1e-2, 1e-3)
+    dtypes = {"compute": compute, "parameters": "fp32"}
+
+    def deviating(by: Callable[[int], float]) -> Callable[..., Any]:
+        return lambda samples: tuple(replace(s, loss=s.loss * (1 + by(s.step))) for s in samples)
+
+    base, rounded, late = judged(
+        run("ddp", dtypes=dtypes),
+        run("rounded", at=1.0, dtypes=dtypes, steps=deviating(lambda step: 0.9 * growth * step)),
+        run("late", at=2.0, dtypes=dtypes, steps=deviating(lambda step: 1.5 * least * (step >= 25))),
+    )
+    assert base.level == rounded.level == CERTIFIED
+    (what,) = late.differs
+    assert what.startswith("losses: ")
+    assert what.endswith(" at step 25")
+
+
+def test_a_frozen_tensor_is_missing_among_the_weights() -> None:
+    whole = {"w": "10:00000000000000aa", "b": "9:00", "c": "9:00"}
+    _, frozen = judged(run("ddp", init_digests=whole), run("frozen", at=1.0, init_digests={k: whole[k] for k in "wb"}))
+    assert "initial weights: 1 of 3 tensors are missing" in frozen.differs
 
 
 def test_groups_are_compared_in_both_directions_and_by_size() -> None:
@@ -341,6 +389,7 @@ def test_verdicts_say_the_level() -> None:
     [
         ({"steps": lambda samples: tuple(replace(s, loss=float("nan")) for s in samples)}, "not a number at step 0"),
         ({"steps": lambda samples: samples[:-1]}, "29 on rank 1"),
+        ({"steps": lambda samples: tuple(replace(s, updates=0) for s in samples)}, "none of them updated the weights"),
     ],
 )
 def test_unsound_runs_are_invalid(broken: dict[str, Any], reason: str) -> None:

@@ -54,6 +54,12 @@ class Script:
             self.forward(32)
             self.forward(32)
 
+    def evaluate_with_gradients(self) -> None:
+        """As scripts do that forget `no_grad`."""
+        self.own.root.eval()
+        self.forward(32)
+        self.forward(32)
+
     def pause(self, *work: Callable[[], None]) -> None:
         self.own.begin_pause()
         for each in work:
@@ -95,8 +101,11 @@ def save(script: Script) -> None:
         lambda s: None,
         lambda s: s.pause(lambda: save(s)),
         lambda s: s.evaluate(),
+        lambda s: s.evaluate_with_gradients(),
         lambda s: s.pause(s.evaluate),
         lambda s: s.pause(lambda: save(s), s.evaluate, lambda: save(s)),
+        lambda s: s.pause(lambda: save(s), s.evaluate_with_gradients, lambda: save(s)),
+        lambda s: (s.evaluate_with_gradients(), s.pause(lambda: save(s)), s.evaluate()),
         lambda s: (s.evaluate(), s.pause(lambda: save(s))),
         lambda s: (s.pause(lambda: save(s)), s.evaluate()),
         # Hugging Face's callback begins a pause after each step, log, evaluation and checkpoint; the last does not end.
@@ -118,6 +127,20 @@ def test_waiting_for_data_after_a_pause_counts(script: Script) -> None:
     assert script.steps() == [(12, 8)] * 3
 
 
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "gradients of inputs"])
+def test_evaluation_with_gradients_is_left_out_unless_its_inputs_learn(script: Script, evaluates: bool) -> None:
+    """Adversarial training makes its examples in evaluation mode: that is work of the step, of the same samples."""
+    for _ in range(4):
+        script.train()
+        plain = script.ids
+        script.ids = plain if evaluates else torch.zeros(1, 4, requires_grad=True)
+        script.evaluate_with_gradients()
+        script.ids = plain
+    assert script.steps() == [(4 if evaluates else 68, 0)] * 3
+    rows = [json.loads(line) for text in script.lines for line in text.splitlines()]
+    assert [(row["tokens"], row["micro_batches"]) for row in rows] == [(4, 1)] * 4
+
+
 def test_pauses_between_micro_batches_are_left_out_of_their_step(script: Script) -> None:
     for _ in range(4):
         script.forward(1)
@@ -133,6 +156,7 @@ def test_pauses_between_micro_batches_are_left_out_of_their_step(script: Script)
         lambda s: None,
         lambda s: s.pause(lambda: save(s)),
         lambda s: s.evaluate(),
+        lambda s: s.evaluate_with_gradients(),
         lambda s: s.pause(s.evaluate),
         lambda s: (s.own.begin_pause(), save(s)),
     ],

@@ -1,4 +1,4 @@
-"""Scripts that train more than one model, evaluate the same samples again, or scale their loss."""
+"""Scripts that train more than one model, evaluate, or train another loss than the one that the model returns."""
 
 from __future__ import annotations
 
@@ -182,6 +182,114 @@ for step in range(4):
     scaler.update()
     losses.append(loss.item())
 """
+# The first scales are too large: gradients are infinite, and the scaler leaves out the update.
+SKIPPED = """
+model, scaler = Linear(8, 1), torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=100)
+optimizer, skipped = torch.optim.SGD(model.parameters(), 0.01), []
+for step in range(10):
+    for micro in range(2):
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(torch.randn(16, 8)).float() ** 2).mean() / 2
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    skipped.append(scaler.get_scale() < scale)
+losses = [[a + b for a, b in zip(losses[::2], losses[1::2])], skipped]
+"""
+# Models whose forward pass returns their loss, trained with something more.
+RETURNING = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = Sequential(Linear(5, 8), Tanh(), torch.nn.Dropout(0.1), Linear(8, 5))
+
+    def forward(self, inputs):
+        outputs = self.head(inputs)
+        return outputs, (outputs - inputs).pow(2).mean()
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+PENALTY = """
+for step in range(3):
+    outputs, loss = model(torch.randn(16, 5))
+    loss = 0.3 * loss + 0.7 * outputs.abs().mean()
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+APART = """
+for step in range(3):
+    outputs, loss = model(torch.randn(16, 5))
+    more = outputs.abs().mean()
+    loss.backward(retain_graph=True)
+    more.backward()
+    losses.append((loss + more).item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PREFERENCE = """
+for step in range(3):
+    better, worse = model(torch.randn(16, 5))[1], model(torch.randn(16, 5))[1]
+    loss = -functional.logsigmoid(worse - better)
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+DIVIDED = """
+for step in range(3):
+    parts = []
+    for micro in range(4):
+        _, loss = model(torch.randn(16, 5))
+        (loss / 4 * 0.5).backward()
+        parts.append(loss.item())
+    losses.append(sum(parts) / 4)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# An evaluation that forgets `no_grad`: between updates, and between micro batches.
+EVALUATED = """
+def evaluate():
+    model.eval()
+    for _ in range(2):
+        model(torch.randn(7, 5))
+    model.train()
+
+for step in range(3):
+    parts = []
+    for micro in range(2):
+        if step > 0:
+            evaluate()
+        _, loss = model(torch.randn(16, 5))
+        (loss / 2).backward()
+        parts.append(loss.item())
+    if step > 0:
+        evaluate()
+    losses.append(sum(parts) / 2)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# Adversarial examples are made in evaluation mode, with gradients of the inputs: that is no evaluation.
+ADVERSARIAL = """
+for step in range(3):
+    inputs = torch.randn(16, 5)
+    change = torch.zeros(16, 5, requires_grad=True)
+    model.eval()
+    gradient, = torch.autograd.grad(model(inputs + change)[1], change)
+    model.train()
+    _, loss = model(inputs + 0.1 * gradient.sign())
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# A model that is never put into training mode, as transformers returns them.
+NEVER_TRAINING = "model.eval()\n" + DIVIDED
 
 
 @pytest.fixture
@@ -235,6 +343,42 @@ def test_a_closure_that_is_called_again_has_no_further_samples(seen: Any) -> Non
 def test_the_scale_of_a_loss_is_not_recorded(seen: Any) -> None:
     steps, _, losses = seen(SCALED)
     assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+def test_an_update_that_a_scaler_leaves_out_ends_its_step(seen: Any) -> None:
+    steps, facts, (losses, skipped) = seen(SKIPPED)
+    assert 0 < sum(skipped) < 10, "the case that is tested"
+    assert [s["updates"] for s in steps] == [int(not each) for each in skipped]
+    assert [(s["samples"], s["micro_batches"]) for s in steps] == [(32, 2)] * 10
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert len(facts["weights"]) == 2
+
+
+@pytest.mark.parametrize("code", [PENALTY, APART, PREFERENCE], ids=["penalty", "apart", "preference"])
+def test_the_loss_is_what_the_script_trains_not_what_the_model_returns(seen: Any, code: str) -> None:
+    steps, facts, losses = seen(RETURNING + code)
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert facts["sources"]["loss:backward"] == 3
+
+
+@pytest.mark.parametrize("code", [DIVIDED, NEVER_TRAINING], ids=["training", "evaluation"])
+def test_a_loss_that_is_divided_before_the_backward_pass_is_that_of_the_model(seen: Any, code: str) -> None:
+    steps, facts, losses = seen(RETURNING + code)
+    assert [(s["samples"], s["micro_batches"]) for s in steps] == [(64, 4)] * 3
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert facts["sources"]["loss:output"] == 3
+
+
+def test_an_evaluation_with_gradients_is_in_no_step(seen: Any) -> None:
+    steps, _, losses = seen(RETURNING + EVALUATED)
+    assert [(s["samples"], s["micro_batches"]) for s in steps] == [(32, 2)] * 3
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+
+
+def test_samples_whose_inputs_get_gradients_count_once(seen: Any) -> None:
+    steps, _, losses = seen(RETURNING + ADVERSARIAL)
+    assert [s["loss"] for s in steps] == pytest.approx(losses)
+    assert [(s["samples"], s["micro_batches"]) for s in steps] == [(16, 1)] * 3
 
 
 def test_a_model_that_a_later_optimizer_trains_is_seen(seen: Any) -> None:
