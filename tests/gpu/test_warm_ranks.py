@@ -78,10 +78,10 @@ def test_forked_ranks_are_certified(name: str, records: dict[tuple[str, bool], R
     assert settings_of(record)["started"] == "forked"
 
 
-@pytest.mark.parametrize("name", ["ddp compiled", "finetune"])
-def test_what_these_runs_import_starts_no_cuda(name: str, records: dict[tuple[str, bool], RunRecord]) -> None:
-    """Else they are forked from the process that has torch alone."""
-    assert "not imported before the ranks start" not in log_of(records[name, True])
+def test_what_compiled_runs_import_starts_no_cuda(records: dict[tuple[str, bool], RunRecord]) -> None:
+    """Else they are forked from the process that has torch alone, as fine-tuning is where transformers starts a
+    thread."""
+    assert "not imported before the ranks start" not in log_of(records["ddp compiled", True])
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -93,7 +93,9 @@ def test_new_interpreters_do_the_same_work(name: str, records: dict[tuple[str, b
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     peaks = [[m.allocated_bytes for m in record.memory if m.moment == "steps"] for record in (forked, fresh)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
-    assert forked.machines[0]["environment"] == fresh.machines[0]["environment"]
+    # Any rank may have described the machine; each has a NCCL_HOSTID of its own.
+    variables = [{**record.machines[0]["environment"], "NCCL_HOSTID": ""} for record in (forked, fresh)]
+    assert variables[0] == variables[1]
     assert [o.evidence and o.evidence.neighbours for o in forked.outcomes] == [
         o.evidence and o.evidence.neighbours for o in fresh.outcomes
     ]

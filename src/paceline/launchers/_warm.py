@@ -326,8 +326,12 @@ def preload(kind: Kind, modules: Sequence[str] = MODULES) -> None:
     # Ranks enable it again. A collection here would make no difference to them, but takes most of a second.
     gc.disable()
     with _unasked_driver() if kind.device == "cuda" else contextlib.nullcontext():
+        environment = dict(os.environ)
         for name in modules:
             importlib.import_module(name)
+        # torch's compiler sets TORCHINDUCTOR_CACHE_DIR; ranks have the variables of new interpreters.
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
         if kind.strategy:
             plugins.load("strategies", kind.strategy).preload(kind.device)
     # A collection in a rank would scan all of this, and copy every page of it that the ranks share.

@@ -188,15 +188,11 @@ def document_mask(positions: Tensor) -> Tensor:
 def prepare_compiler(checkpointing: str) -> None:
     """Configure torch's compiler for this process, before anything is compiled.
 
-    Compiled code must round wherever plain code does. By default it keeps fused sums in fp32, and adapters, whose first
-    updates are smaller than the last digit of a bf16 sum, then learn measurably faster: better, but different work.
     Full checkpointing is left to the partitioner, with a memory budget for a block's input only. Around compiled blocks
     it would run each a third time from Python, and inside them it would miss bitsandbytes' products.
     """
     import torch._functorch.config
-    import torch._inductor.config
 
-    torch._inductor.config.emulate_precision_casts = True
     torch._functorch.config.activation_memory_budget = 0.0 if checkpointing == "full" else 1.0
 
 

@@ -106,16 +106,17 @@ def convert_tensorwise(blocks: nn.Module) -> None:
             part.__class__ = float8.Float8Attention
 
 
-def round_as_plain_code(module: nn.Module) -> None:
-    """Let compiled code round to 16 bit wherever plain code does, if the module has 8-bit layers.
+def round_as_plain_code() -> None:
+    """Let compiled code round to 16 bit wherever plain code does. By default it leaves out casts of fused operators.
 
-    What is not rounded differs in its last digit, and after rounding to 8 bit some values differ by 6 %: on an H200 the
-    first gradient norm of llama-1b was 0.2 to 0.5 % off. The casts happen in registers and cost nothing.
+    That is more exact, but different work. The weights of a norm begin at 1 and move together, so that their rounding
+    is the same for a whole layer: a compiled gpt2-124m whose last norm was not rounded learned ahead of the reference,
+    1.6 % in the loss after 35 steps. Adapters, whose first updates are smaller than the last digit of a bf16 sum, learn
+    faster. After rounding to 8 bit some values differ by 6 %. The casts happen in registers.
     """
-    if any(hasattr(layer, "precision") for layer in module.modules() if isinstance(layer, nn.Linear)):
-        import torch._inductor.config
+    import torch._inductor.config
 
-        torch._inductor.config.emulate_precision_casts = True
+    torch._inductor.config.emulate_precision_casts = True
 
 
 def require_products(name: str, device: str) -> None:

@@ -86,3 +86,16 @@ for device in "cuda", "cpu":
     print(sys.modules.pop("asks").answer, cuda.is_available())
 """
     assert printed_by(code, tmp_path) == ["True asked the driver", "asked the driver asked the driver", "exit code 0"]
+
+
+def test_variables_that_modules_set_do_not_reach_the_ranks(tmp_path: Path) -> None:
+    """torch's compiler sets one; it would be a difference between forked ranks and new interpreters."""
+    (tmp_path / "sets.py").write_text("import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'\n")
+    code = f"""
+import os
+sys.path.insert(0, {str(tmp_path)!r})
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+_warm.preload(_warm.Kind("cuda"), ["sets"])
+print("sets" in sys.modules, "TORCHINDUCTOR_CACHE_DIR" in os.environ)
+"""
+    assert printed_by(code, tmp_path) == ["True False", "exit code 0"]

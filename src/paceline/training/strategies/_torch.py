@@ -75,7 +75,7 @@ def compile_subject(subject: Subject, wanted: Compilation | None, *, per_block: 
         return
     require_compiler()
     prepare_compiler(subject)
-    round_as_plain_code(subject)
+    round_as_plain_code()
     if isinstance(subject, finetuned.Tuned):
         subject.compile_loss(wanted.mode)
         if not per_block and not wanted.records_graphs and subject.compile_layers(wanted.mode):

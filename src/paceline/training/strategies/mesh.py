@@ -431,7 +431,7 @@ def compile_stage(stage: Stage, degrees: Layout, mesh: Any, chosen: Options, spe
         return
     require_compiler()
     prepare_compiler(stage)
-    round_as_plain_code(stage)
+    round_as_plain_code()
     if chosen.async_tp:
         import torch._inductor.config as inductor
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
