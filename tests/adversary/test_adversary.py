@@ -110,8 +110,8 @@ ROUTED = ("mesh:ep=2",)
 # On a GPU only: on CPUs, tests/end_to_end/test_layouts.py has these and more.
 SPLIT = ("mesh:tp=2", "mesh:pp=2", "mesh:cp=2")
 CHECKPOINTED = ("no_checkpointing", "checkpoints_half_of_the_layers")
-# In bf16, rounding to bf16 is what the experiment asks for. The other two are below its rounding in a small model that is
-# not trained yet: twice the gradients of experts change the norm by 0.02 %, dropout the first loss by 0.01 %.
+# In bf16, rounding to bf16 is what the experiment asks for. The other two are below its rounding in a small model that
+# is not trained yet: twice the gradients of experts change the norm by 0.02 %, dropout the first loss by 0.01 %.
 ONLY_FP32 = ("moments_in_16_bit", "gradients_of_experts_summed", "dropout_behind_signs")
 HONEST = {
     **{f"adversary.honest:variation={name}": {} for name in honest.VARIATIONS},
